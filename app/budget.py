@@ -35,9 +35,9 @@ def length_of(scenario: Scenario) -> Length | None:
     steps = budget.steps(job.sequences_per_step, job.model.seq_len)
     if steps is None:
         return None
-    each = 1 if job.model.sample != "sequence" else job.model.seq_len
-    given = budget.num_tokens if budget.num_samples is None else budget.num_samples * each
-    return Length(steps, steps * job.sequences_per_step * each if given is None else given)
+    sample_size = 1 if job.model.sample != "sequence" else job.model.seq_len
+    budget_size = budget.num_tokens if budget.num_samples is None else budget.num_samples * sample_size
+    return Length(steps, steps * job.sequences_per_step * sample_size if budget_size is None else budget_size)
 
 
 def budget_of(scenario: Scenario) -> tuple[float, float | None]:

@@ -90,13 +90,13 @@ def without_defaults(document: Document) -> Document:
         changed["software"] = _short({"preset": profile.id, **software}, profile.model_dump())
     topology = section(document, "cluster").get("topology")
     if isinstance(topology, dict) and topology.get("preset") in catalog.names("topologies"):
-        own = catalog.topology(topology["preset"]).model_dump()
-        changed["cluster"] = document["cluster"] | {"topology": _short(topology, own)}
+        defaults = catalog.topology(topology["preset"]).model_dump()
+        changed["cluster"] = document["cluster"] | {"topology": _short(topology, defaults)}
     return changed
 
 
-def _short(mapping: dict[str, Any], own: dict[str, Any]) -> dict[str, Any] | str:
-    kept = {key: value for key, value in mapping.items() if key == "preset" or value != own.get(key)}
+def _short(mapping: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any] | str:
+    kept = {key: value for key, value in mapping.items() if key == "preset" or value != defaults.get(key)}
     return kept if len(kept) > 1 else str(mapping["preset"])
 
 
@@ -207,11 +207,11 @@ def _is_of_devices(cluster: dict[str, Any]) -> bool:
 
 def _devices_per_node(cluster: dict[str, Any], key: str) -> dict[str, Any]:
     """Devices per node of a cluster that names a device: all in one node up to the largest of today's nodes."""
-    each, devices = cluster.get("devices_per_node"), cluster.get("num_devices")
+    per_node, devices = cluster.get("devices_per_node"), cluster.get("num_devices")
     if key == "num_devices" and is_count(devices):
-        usual = each if is_count(each) and each > 1 else LARGEST_NODE
+        usual = per_node if is_count(per_node) and per_node > 1 else LARGEST_NODE
         return {"devices_per_node": min(devices, usual)}
-    return {"devices_per_node": 1 if each is None else each}
+    return {"devices_per_node": 1 if per_node is None else per_node}
 
 
 def _network_of(cluster: dict[str, Any]) -> str:

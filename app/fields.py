@@ -150,8 +150,8 @@ def quantity(
     usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_QUANTITY
     key = _bind(path, float(value) / scale if usable else None)
     more = _with_help(path, more)
-    args = (path, key, scale, change, then)
-    st.number_input(label, value=None, key=key, on_change=_store_scaled, args=args, **more)
+    args = (path, key, then, change, scale)
+    st.number_input(label, value=None, key=key, on_change=_store, args=args, **more)
 
 
 def switch(label: str, path: Path, default: bool, *, then: _Changed | None = None, **more: Any) -> None:
@@ -234,26 +234,14 @@ def _store(
     key: str,
     then: _Changed | None,
     change: Callable[[Document, Any], Document] | None = None,
+    scale: float | None = None,
 ) -> None:
+    """Stores the value of a widget; one of a scale in units of the scenario, and without a ``change`` 0 as none."""
     value = st.session_state[key]
+    if scale is not None and value is not None:
+        value = value * scale or (None if change is None else 0.0)
     document = state.document()
     state.set_document(with_value(document, path, value) if change is None else change(document, value))
-    if then is not None:
-        then()
-
-
-def _store_scaled(
-    path: Path,
-    key: str,
-    scale: float,
-    change: Callable[[Document, Any], Document] | None,
-    then: _Changed | None,
-) -> None:
-    value = st.session_state[key]
-    if change is None:
-        put(path, value * scale if value else None)
-    else:
-        state.set_document(change(state.document(), None if value is None else value * scale))
     if then is not None:
         then()
 

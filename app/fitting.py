@@ -60,8 +60,8 @@ def _name(data: dict[str, Any]) -> str:
 
 def section(document: Document, name: str) -> dict[str, Any]:
     """A section of a scenario; empty if the section is missing or no mapping."""
-    found = document.get(name)
-    return found if isinstance(found, dict) else {}
+    inside = document.get(name)
+    return inside if isinstance(inside, dict) else {}
 
 
 class ClusterSize(NamedTuple):
@@ -75,23 +75,23 @@ class ClusterSize(NamedTuple):
 def cluster_size(document: Document) -> ClusterSize:
     """Size of the cluster, of which a scenario writes only what its nodes do not say."""
     cluster = section(document, "cluster")
-    nodes, each, devices = (cluster.get(key) for key in ClusterSize._fields)
+    nodes, per_node, devices = (cluster.get(key) for key in ClusterSize._fields)
     preset = cluster.get("preset")
     if preset == THIS_MACHINE and not {"num_nodes", "num_devices"} & cluster.keys():
         devices = catalog.cluster(THIS_MACHINE).num_devices
     if preset == THIS_MACHINE:
         nodes = 1 if nodes is None else nodes
         devices = nodes if devices is None else devices
-        each = -(-devices // nodes) if is_count(devices) and is_count(nodes) else None
-    elif each is None and isinstance(preset, str) and preset in catalog.names("clusters"):
-        each = catalog.node(preset).devices_per_node
-    elif each is None and "device" in cluster:
-        each = 1
-    if devices is None and is_count(each) and (nodes is None or is_count(nodes)):
-        devices = each * (nodes or 1)
-    if nodes is None and is_count(each) and is_count(devices):
-        nodes = -(-devices // each)
-    return ClusterSize(*(number if is_count(number) else None for number in (nodes, each, devices)))
+        per_node = -(-devices // nodes) if is_count(devices) and is_count(nodes) else None
+    elif per_node is None and isinstance(preset, str) and preset in catalog.names("clusters"):
+        per_node = catalog.node(preset).devices_per_node
+    elif per_node is None and "device" in cluster:
+        per_node = 1
+    if devices is None and is_count(per_node) and (nodes is None or is_count(nodes)):
+        devices = per_node * (nodes or 1)
+    if nodes is None and is_count(per_node) and is_count(devices):
+        nodes = -(-devices // per_node)
+    return ClusterSize(*(number if is_count(number) else None for number in (nodes, per_node, devices)))
 
 
 def num_devices(document: Document) -> int | None:
@@ -170,14 +170,14 @@ def with_value(document: Document, path: Sequence[str], value: Any) -> Document:
     return document
 
 
-def with_plan(document: Document, one: RankedPlan) -> Document:
+def with_plan(document: Document, ranked: RankedPlan) -> Document:
     """The scenario with a plan of a search and its software, on the number of devices that the plan needs."""
     cluster = {key: value for key, value in section(document, "cluster").items() if key != "num_nodes"}
     others = ("search", "expect")
     return {
-        **{key: value for key, value in with_searched(document, one.software).items() if key not in others},
-        "cluster": cluster | {"num_devices": one.plan.num_devices},
-        "plan": plan_section(one.plan),
+        **{key: value for key, value in with_searched(document, ranked.software).items() if key not in others},
+        "cluster": cluster | {"num_devices": ranked.plan.num_devices},
+        "plan": plan_section(ranked.plan),
     }
 
 
@@ -295,7 +295,7 @@ def _smaller(document: Document, key: str, value: Any) -> list[Any]:
         return []
     devices = num_devices(document)
     among = divisors(devices) if key in _DEGREES and devices is not None and devices > 0 else range(1, min(value, 64))
-    return sorted((one for one in among if one < value), reverse=True)
+    return sorted((candidate for candidate in among if candidate < value), reverse=True)
 
 
 @lru_cache(maxsize=512)

@@ -21,9 +21,9 @@ _READ = "pasted"
 _CHANGED_WITH_DEVICES = ("cluster", "plan")
 
 
-def remember(found: Recognized) -> None:
+def remember(recognized: Recognized) -> None:
     """Keeps content that was read for the session."""
-    st.session_state[_READ] = found
+    st.session_state[_READ] = recognized
 
 
 def forget() -> None:
@@ -38,11 +38,13 @@ def last_read() -> Recognized | None:
 
 def _read_job(document: Document, *ignored: str) -> Recognized | None:
     """Content that was read last if a scenario is its job apart from some sections; None otherwise."""
-    found: Recognized | None = st.session_state.get(_READ)
-    if found is None or found.document is None:
+    recognized: Recognized | None = st.session_state.get(_READ)
+    if recognized is None or recognized.document is None:
         return None
-    now, then = ({key: one[key] for key in one if key not in ignored} for one in (document, found.document))
-    return found if now == then else None
+    now, then = (
+        {key: compared[key] for key in compared if key not in ignored} for compared in (document, recognized.document)
+    )
+    return recognized if now == then else None
 
 
 def with_batch_of_file(document: Document) -> Document:
@@ -50,28 +52,28 @@ def with_batch_of_file(document: Document) -> Document:
 
     The scenario stays if no file was read, if the file gives a global batch, or if more than devices and plan changed.
     """
-    found = _read_job(document, *_CHANGED_WITH_DEVICES)
-    if found is None or found.document is None or num_devices(document) == num_devices(found.document):
+    recognized = _read_job(document, *_CHANGED_WITH_DEVICES)
+    if recognized is None or recognized.document is None or num_devices(document) == num_devices(recognized.document):
         return document
-    before, after = num_data_parallel(found.document), num_data_parallel(fitted(document))
-    if found.batch_follows_devices and before and after:
+    before, after = num_data_parallel(recognized.document), num_data_parallel(fitted(document))
+    if recognized.batch_follows_devices and before and after:
         training = section(document, "training")
-        sequences_of_rank = section(found.document, "training")["global_batch_size"] // before
+        sequences_of_rank = section(recognized.document, "training")["global_batch_size"] // before
         document = document | {"training": training | {"global_batch_size": sequences_of_rank * after}}
-    remember(replace(found, document=document, assumed_devices=None))
+    remember(replace(recognized, document=document, assumed_devices=None))
     return document
 
 
 def accept_devices() -> None:
     """Takes the assumed number of devices as the answer of the user."""
-    found = last_read()
-    if found is not None:
-        remember(replace(found, assumed_devices=None))
+    recognized = last_read()
+    if recognized is not None:
+        remember(replace(recognized, assumed_devices=None))
 
 
 def framework_words(before: Job, after: Job) -> str:
     """Difference of two jobs as settings of the framework whose file was read; empty without such a file."""
-    found = last_read()
-    if found is None or found.configuration is None:
+    recognized = last_read()
+    if recognized is None or recognized.configuration is None:
         return ""
-    return "; ".join(change_words(each) for each in changed_settings(found.configuration, before, after))
+    return "; ".join(change_words(change) for change in changed_settings(recognized.configuration, before, after))

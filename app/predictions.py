@@ -12,7 +12,6 @@ from typing import Any
 
 from simplan.cost.calibration.format import Calibration
 from simplan.cost.calibration.store import default_path, load
-from simplan.errors import SpecError
 from simplan.explain import Explanation, explain
 from simplan.goodput.engines.simulate import one_run
 from simplan.goodput.result import GoodputResult
@@ -31,8 +30,7 @@ from simplan.prediction import (
 )
 from simplan.program.program import gc_paused
 from simplan.report.drawings.run_timeline import RunTimeline, run_timeline
-from simplan.report.run_trace import run_trace
-from simplan.report.trace import predicted_trace
+from simplan.report.trace import predicted_trace, run_trace
 from simplan.scenario import Scenario, parse_scenario
 from simplan.scenario.whole_run.goodput import goodput_of
 from simplan.search.fixes import Fix, fixes
@@ -121,11 +119,6 @@ def calibration_of(scenario: Scenario) -> Calibration | None:
     return load(default_path()) if scenario.job.cluster.cores_per_node is not None else None
 
 
-def sentences(error: SpecError) -> str:
-    """The problems of an error in one line."""
-    return "; ".join(problem.sentence() for problem in error.problems)
-
-
 @dataclass(frozen=True, slots=True)
 class Headline:
     """Key numbers of a prediction.
@@ -197,9 +190,11 @@ def quick_headline(scenario: Scenario) -> Headline | None:
 
 def headline_of_prediction(prediction: Prediction) -> Headline:
     """Headline from a full prediction."""
-    one = prediction
-    least_known = "" if one.weakest_term is None else one.weakest_term.fact
-    return Headline(one.job, one.step_time_s, one.step_time_interval_s, one.worst_memory, one.mfu, least_known)
+    whole = prediction
+    least_known = "" if whole.weakest_term is None else whole.weakest_term.fact
+    return Headline(
+        whole.job, whole.step_time_s, whole.step_time_interval_s, whole.worst_memory, whole.mfu, least_known
+    )
 
 
 _IDLE = 0.3

@@ -62,18 +62,18 @@ def _key_of(document: Document) -> str:
 
 @st.cache_resource(max_entries=256, show_spinner=False)
 def _scenario(key: str) -> Scenario:
-    found = parse_scenario(document_text(json.loads(key)))
-    devices = found.job.cluster.num_devices
+    scenario = parse_scenario(document_text(json.loads(key)))
+    devices = scenario.job.cluster.num_devices
     if devices > MAX_DEVICES:
         rule, fix = f"is more than the pages predict, {MAX_DEVICES:,}", "use `simplan predict FILE` for larger clusters"
         raise SpecError(Problem(field="cluster.num_devices", value=f"{devices:,}", rule=rule, fix=fix))
-    return found
+    return scenario
 
 
 @st.cache_resource(max_entries=256, show_spinner=False)
 def _headline(key: str) -> Headline | None:
-    found = _scenario(key)
-    return quick_headline(found) if found.job.cluster.num_devices <= _MAX_QUICK_DEVICES else None
+    scenario = _scenario(key)
+    return quick_headline(scenario) if scenario.job.cluster.num_devices <= _MAX_QUICK_DEVICES else None
 
 
 def awaited(what: str, task: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:

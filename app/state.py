@@ -97,8 +97,8 @@ _DOCUMENT, _VIEW, _WRITTEN = "simplan document", "simplan view", "simplan link"
 
 def current() -> dict[str, Any]:
     """The scenario as plain data, to read only."""
-    found: dict[str, Any] = st.session_state.get(_DOCUMENT, START)
-    return found
+    document: dict[str, Any] = st.session_state.get(_DOCUMENT, START)
+    return document
 
 
 def document() -> dict[str, Any]:

@@ -186,7 +186,9 @@ def recognized(name: str, content: bytes, current: Mapping[str, Any]) -> Recogni
     if not text.startswith("{") and is_log(text):  # it may repeat the command that wrote it
         return _measured(name or _PASTED, content)
     refused = None
-    for file in (ConfigFile(Path(each), text, reads_others=False) for each in ((name,) if name else _NAMES_OF_PASTED)):
+    for file in (
+        ConfigFile(Path(file_name), text, reads_others=False) for file_name in ((name,) if name else _NAMES_OF_PASTED)
+    ):
         try:
             configuration = read_configuration(file)
             if configuration is not None:

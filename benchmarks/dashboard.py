@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.table import BenchmarkRow
-from tests.browser.serving import DRAWN, PAGES, browser, free_port, opened, serving, settled, wait_for
+from tests.browser.serving import DRAWN, PAGES, browser, opened, serving, settled, wait_for
+from tests.hosts import free_port
 
 _ROUNDS = 5
 _USERS, _CROWD, _LOOK_MS = 10, 5, 50

@@ -17,7 +17,7 @@ import simplan
 from simplan import catalog
 from simplan.cli.app import app
 from simplan.cli.listing import listing
-from simplan.cli.terminal.scenario_keys import MINIMAL_SCENARIO
+from simplan.cli.terminal.definitions import MINIMAL_SCENARIO
 
 ROOT = Path(__file__).resolve().parents[1]
 _GENERATED = "*This page is written by the program when the site is built"

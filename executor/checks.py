@@ -282,12 +282,12 @@ def _unmodelled_late_ranks(job: RunSpec, num_local_ranks: int) -> Iterator[Probl
         "is run only on CPUs; use device cpu": runs_on_cuda(job, num_local_ranks),
         "is run only on one node; use one node": num_local_ranks < plan.num_devices or bool(job.fewer_nodes),
     }
-    found = [(field, sentence) for field in asked if asked[field] for sentence, is_so in limits.items() if is_so]
+    sentences = [(field, sentence) for field in asked if asked[field] for sentence, is_so in limits.items() if is_so]
     if num_dropped and saves:
-        found.append(("training.backup_workers", "is run without checkpoints, for which all ranks wait; use none"))
+        sentences.append(("training.backup_workers", "is run without checkpoints, for which all ranks wait; use none"))
     if num_dropped and job.software.gradient_as_bucket_view:
-        found.append(("software.gradient_as_bucket_view", "is not run with training.backup_workers; use false"))
-    for field, sentence in found:
+        sentences.append(("software.gradient_as_bucket_view", "is not run with training.backup_workers; use false"))
+    for field, sentence in sentences:
         rule, _, fix = sentence.partition("; ")
         yield Problem(field=field, rule=rule, fix=fix)
 

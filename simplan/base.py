@@ -159,3 +159,8 @@ class SpecOfKind(Spec):
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         """Fields of the short form: those of the kind."""
         yield from self._without_defaults().items()
+
+
+def named_kind(data: Any) -> Any:
+    """The mapping of a section that is given as the name of its kind, such as ``compression: fp16``."""
+    return {"kind": data} if isinstance(data, str) else data

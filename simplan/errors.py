@@ -107,6 +107,11 @@ class SpecError(SimplanError, ValueError):
         line = f"{place}: {problem.sentence()}" if place else problem.sentence()
         return line if len(line) <= _MAX_LINE else f"{line[: _MAX_LINE // 2]} ... {line[-_MAX_LINE // 2 :]}"
 
+    @property
+    def sentences(self) -> str:
+        """The problems in one line, without their places."""
+        return "; ".join(problem.sentence() for problem in self.problems)
+
     def in_file(self, file: str) -> SpecError:
         """Copy of the error that names its file."""
         return type(self)(self.problems, file=file)

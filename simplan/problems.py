@@ -286,3 +286,8 @@ def _choices(annotation: Any, *, key: bool) -> list[str]:
     if key:
         annotation = _bare(get_args(annotation)[0]) if get_origin(annotation) is dict else annotation
     return [str(choice) for choice in get_args(annotation)] if get_origin(annotation) is Literal else []
+
+
+def setting_words(value: Any) -> str:
+    """Value of a setting inside of a sentence: text without quotes, anything else as in a file."""
+    return value if isinstance(value, str) else render_value(value)

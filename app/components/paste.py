@@ -29,9 +29,9 @@ def show_paste() -> None:
     with details(_LABEL, _KEY) as is_open:
         if is_open:
             _show_box()
-    found = last_read()
-    if found is not None:
-        _show_read(found)
+    recognized = last_read()
+    if recognized is not None:
+        _show_read(recognized)
 
 
 def _show_box() -> None:
@@ -56,43 +56,43 @@ def _show_box() -> None:
         return
     name, content = ("", text.encode()) if file is None else (file.name, file.getvalue())
     try:
-        found = awaited("reading", recognized_for, name, content, json.dumps(state.document(), default=str))
+        recognized = awaited("reading", recognized_for, name, content, json.dumps(state.document(), default=str))
     except SpecError as error:
         show_problems(error, named=True)
         return
     st.session_state.pop(f"details {_KEY}", None)  # it closes
-    if found.document is None:
-        st.session_state[_LOG] = found, content
+    if recognized.document is None:
+        st.session_state[_LOG] = recognized, content
         state.set_view("held", "measured")
         state.set_view("prediction", None)
         st.switch_page("views/validate.py")
-    remember(found)
-    state.set_document(found.document)
-    if "plan" in found.document:
+    remember(recognized)
+    state.set_document(recognized.document)
+    if "plan" in recognized.document:
         st.rerun()
     st.switch_page("views/search.py")
 
 
-def _show_read(found: Recognized) -> None:
+def _show_read(recognized: Recognized) -> None:
     """Kind of the content that was read, and the notes of its reader."""
-    if found.assumed_devices is not None:
-        _show_question(found)
-    title = f"Read: {found.title}"
-    with details(f"{title} ({len(found.notes)} notes)" if found.notes else title, "paste notes") as is_open:
+    if recognized.assumed_devices is not None:
+        _show_question(recognized)
+    title = f"Read: {recognized.title}"
+    with details(f"{title} ({len(recognized.notes)} notes)" if recognized.notes else title, "paste notes") as is_open:
         if is_open:
-            st.markdown(bullets(found.notes) or "It says all that a prediction needs.")
+            st.markdown(bullets(recognized.notes) or "It says all that a prediction needs.")
             st.button("Forget it", key="paste forget", on_click=forget)
 
 
-def _show_question(found: Recognized) -> None:
+def _show_question(recognized: Recognized) -> None:
     """The number of devices that a file does not say, to confirm or to change."""
     document = state.current()
-    devices = found.assumed_devices
+    devices = recognized.assumed_devices
     batch, ranks = section(document, "training").get("global_batch_size"), num_data_parallel(document)
     words = f"**How many devices?** The file does not say. {devices} are assumed, from the scenario in the sidebar."
-    if found.batch_follows_devices and isinstance(batch, int) and ranks:
-        each = counted(batch // ranks, "sequence")
-        words += f" The global batch follows: {each} of each data-parallel rank, {batch} in all."
+    if recognized.batch_follows_devices and isinstance(batch, int) and ranks:
+        batch_of_rank = counted(batch // ranks, "sequence")
+        words += f" The global batch follows: {batch_of_rank} of each data-parallel rank, {batch} in all."
     st.warning(words, icon=":material/help:")
     st.session_state[_DEVICES] = devices
     with st.container(horizontal=True, vertical_alignment="bottom"):
@@ -109,8 +109,8 @@ def _take_devices() -> None:
 
 def read_log() -> tuple[Recognized, bytes] | None:
     """The log that was read last, and its content; None without one."""
-    found: tuple[Recognized, bytes] | None = st.session_state.get(_LOG)
-    return found
+    kept: tuple[Recognized, bytes] | None = st.session_state.get(_LOG)
+    return kept
 
 
 def forget_log() -> None:

@@ -151,17 +151,17 @@ def _current_words(current: RankedPlan, result: SearchResult) -> str:
 def _pinned(plans: Sequence[RankedPlan]) -> list[str]:
     """Plans whose scenarios are pinned, in words."""
     document, scenarios = state.document(), state.pinned()
-    pinned = (one for one in plans if scenarios and with_plan(document, one) in scenarios)
-    return [search_plan_words(one.plan, one.software) for one in pinned]
+    pinned = (plan for plan in plans if scenarios and with_plan(document, plan) in scenarios)
+    return [search_plan_words(plan.plan, plan.software) for plan in pinned]
 
 
 def _show_points(rows: list[dict[str, Any]], shown: list[dict[str, Any]], pinned: list[str]) -> None:
-    one, two, three = st.columns(3)
-    with one:
+    left, middle, right = st.columns(3)
+    with left:
         x = remembered_choice("X axis", "x", list(AXES), "step_time_s", format_func=_label)
-    with two:
+    with middle:
         y = remembered_choice("Y axis", "y", list(AXES), "device_gib", format_func=_label)
-    with three:
+    with right:
         colors = [key for key in COLOURS if key in rows[0]]
         color = remembered_choice("Color", "colour", colors, "schedule", format_func=COLOURS.get)
     figure = plans_figure(shown, x, y, color, pinned, rows[selected_row(len(rows))]["plan"])
@@ -208,11 +208,11 @@ def _show_importance(plan: RankedPlan, max_memory_fraction: float) -> None:
 
 
 def _show_detail(plan: RankedPlan, result: SearchResult) -> None:
-    one, two, three = st.columns(3)
-    one.metric("Step time", format_time(plan.step_time_s), help=meaning("step_time_s"))
-    two.metric("Device memory", format_bytes(plan.device_bytes), help=meaning("device"))
+    left, middle, right = st.columns(3)
+    left.metric("Step time", format_time(plan.step_time_s), help=meaning("step_time_s"))
+    middle.metric("Device memory", format_bytes(plan.device_bytes), help=meaning("device"))
     rate = format_number(plan.tokens_per_s_per_device)
-    three.metric(f"{result.unit.capitalize()}/s per device", rate, help="Throughput of the step / devices")
+    right.metric(f"{result.unit.capitalize()}/s per device", rate, help="Throughput of the step / devices")
     st.markdown("\n".join(f"- {line}" for line in _why(plan, result)))
 
 

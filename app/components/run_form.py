@@ -67,10 +67,10 @@ def _length() -> None:
 
 
 def _failures() -> None:
-    own = section(state.current(), "reliability")
+    reliability = section(state.current(), "reliability")
     names = {name: catalog.about("reliability", name)["description"] for name in catalog.names("reliability")}
-    preset = own.get("preset")
-    value = preset if isinstance(preset, str) and preset in names else _OWN if own else _NONE
+    preset = reliability.get("preset")
+    value = preset if isinstance(preset, str) and preset in names else _OWN if reliability else _NONE
     key = "form failures"
     st.session_state[key] = value
     st.selectbox(
@@ -89,16 +89,16 @@ def _failures() -> None:
 
 def _with_failures(document: Document, name: str) -> Document:
     """The scenario with failures of a name in the box."""
-    own = {key: value for key, value in section(document, "reliability").items() if key not in _RATES}
+    kept = {key: value for key, value in section(document, "reliability").items() if key not in _RATES}
     rates: dict[str, Any] = {"device_mtbf_h": _EXAMPLE_MTBF_H} if name == _OWN else {"preset": name}
-    return _with_section(document, "reliability", None if name == _NONE else rates | own)
+    return _with_section(document, "reliability", None if name == _NONE else rates | kept)
 
 
 def _spot() -> None:
-    own, zones = section(state.current(), "spot"), catalog.names("spot_zones")
-    trace = own.get("trace")
-    zone = own.get("zone")
-    value = zone if zone in zones else _TRACE if trace is not None else _OWN if own else _NONE
+    spot, zones = section(state.current(), "spot"), catalog.names("spot_zones")
+    trace = spot.get("trace")
+    zone = spot.get("zone")
+    value = zone if zone in zones else _TRACE if trace is not None else _OWN if spot else _NONE
     key = "form spot"
     st.session_state[key] = value
     words = {**_NODES, _TRACE: f"spot, as in {trace}"}
@@ -128,17 +128,17 @@ def _fallback_words(name: Any) -> str:
 
 def _with_spot(document: Document, name: str) -> Document:
     """The scenario with spot nodes of a name in the box; a price of spot devices goes with the last of them."""
-    own = {key: value for key, value in section(document, "spot").items() if key not in _SPOT_SOURCES}
+    kept = {key: value for key, value in section(document, "spot").items() if key not in _SPOT_SOURCES}
     if name == _NONE:
         priced = "spot_device_hour" in section(document, "price")
         return _with_section(with_spot_price(document, None) if priced else document, "spot", None)
     rates: dict[str, Any] = {"preemptions_per_h": _EXAMPLE_PREEMPTIONS_PER_H, "wait_h": _EXAMPLE_WAIT_H}
-    return _with_section(document, "spot", (rates if name == _OWN else {"zone": name}) | own)
+    return _with_section(document, "spot", (rates if name == _OWN else {"zone": name}) | kept)
 
 
 def _checkpoints() -> None:
-    own, key = section(state.current(), "checkpoint"), "form checkpoints"
-    value = _NONE if not own else "best" if own.get("interval_s") == "best" else _OWN
+    checkpoint, key = section(state.current(), "checkpoint"), "form checkpoints"
+    value = _NONE if not checkpoint else "best" if checkpoint.get("interval_s") == "best" else _OWN
     st.session_state[key] = value
     st.selectbox(
         "Checkpoints",
@@ -150,7 +150,7 @@ def _checkpoints() -> None:
     )
     if value == _NONE:
         return
-    if value == _OWN and "interval_steps" in own:
+    if value == _OWN and "interval_steps" in checkpoint:
         number("Interval, steps", ("checkpoint", "interval_steps"), None)
     elif value == _OWN:
         _number("Interval, s", ("checkpoint", "interval_s"))
@@ -162,9 +162,11 @@ def _checkpoints() -> None:
 
 def _with_checkpoints(document: Document, kind: str) -> Document:
     """The scenario with checkpoints of a kind in the box; the first ones block for as long as those of the start."""
-    own = {key: value for key, value in section(document, "checkpoint").items() if not key.startswith("interval")}
+    checkpoint = {
+        key: value for key, value in section(document, "checkpoint").items() if not key.startswith("interval")
+    }
     interval_s = "best" if kind == "best" else _START_INTERVAL_S
-    kept = own or {"blocking_s": _START["checkpoint"]["blocking_s"]}
+    kept = checkpoint or {"blocking_s": _START["checkpoint"]["blocking_s"]}
     return _with_section(document, "checkpoint", None if kind == _NONE else {"interval_s": interval_s, **kept})
 
 

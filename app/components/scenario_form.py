@@ -140,7 +140,7 @@ def _cluster() -> None:
     kind, size = kind_of(state.current()), cluster_size(state.current())
     if kind:
         kinds: tuple[Kind, ...] = ("clusters", "devices")
-        names = {name: label(each, name) for each in kinds for name in catalog.names(each)}
+        names = {name: label(kind_of_names, name) for kind_of_names in kinds for name in catalog.names(kind_of_names)}
         about_kind = "Nodes of the catalog, or a device: 8x A100 80GB, MI300X, 4090, 2x8 H100"
         name_box("Hardware", "form hardware", kind, names, with_kind, help=about_kind)
     else:

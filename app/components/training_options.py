@@ -116,16 +116,16 @@ def _oversubscription() -> None:
     path, topology = ("cluster", "topology", "oversubscription"), get(("cluster", "topology"))
     if isinstance(topology, str):
         topology = {"preset": topology}
-    own = topology if isinstance(topology, dict) else {}
-    if catalog.is_name("topologies", str(own.get("preset"))):
-        own = catalog.topology_fields(own["preset"]) | own
-    spec = TOPOLOGIES.get(str(own.get("kind")))
+    keys = topology if isinstance(topology, dict) else {}
+    if catalog.is_name("topologies", str(keys.get("preset"))):
+        keys = catalog.topology_fields(keys["preset"]) | keys
+    spec = TOPOLOGIES.get(str(keys.get("kind")))
     if spec is not None and path[-1] in spec.model_fields:
         field = spec.model_fields[path[-1]]
         help_text = about(path, description=field.description or "")
-        quantity("Oversubscription", path, own.get(path[-1], field.default), then=_after_option, help=help_text)
+        quantity("Oversubscription", path, keys.get(path[-1], field.default), then=_after_option, help=help_text)
         return
-    having = either([kind for kind, each in TOPOLOGIES.items() if path[-1] in each.model_fields])
+    having = either([kind for kind, kind_spec in TOPOLOGIES.items() if path[-1] in kind_spec.model_fields])
     why_not = f"`{'.'.join(path)}`: needs a topology of kind {having}; the page Network has a list"
     st.number_input("Oversubscription", value=None, key="form oversubscription", disabled=True, help=escaped(why_not))
 

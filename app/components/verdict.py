@@ -87,11 +87,11 @@ def show_length(*, usual: bool = False, steps: bool = False) -> float | None:
     Returns:
         The tokens or images; None for none.
     """
-    found, length = None, None
+    scenario, length = None, None
     with suppress(SpecError):
-        found = result_cache.scenario(state.document())
-        length = length_of(found)
-    is_image = found is not None and found.job.model.sample != "sequence"
+        scenario = result_cache.scenario(state.document())
+        length = length_of(scenario)
+    is_image = scenario is not None and scenario.job.model.sample != "sequence"
     path, words, scale, start = (IMAGES, "Images (million)", 1e6, IMAGES_START) if is_image else _TOKENS
     budget = length.budget if length is not None else start if usual and "run" not in state.current() else None
     quantity(words, path, budget, scale=scale, change=partial(with_length, path=path))
@@ -121,7 +121,7 @@ def show_numbers(
     training = headline.training(budget, price)
     images = job.model.sample != "sequence"
     rate = headline.samples_per_s if images else headline.tokens_per_s
-    each = "images" if images else "tokens"
+    noun = "images" if images else "tokens"
     limits_s = headline.step_time_interval_s
     interval = " to ".join(map(format_time, limits_s)) if limits_s else "interval pending"
     cells = [
@@ -133,7 +133,7 @@ def show_numbers(
             + (f". Least known: {headline.least_known}" if headline.least_known else ""),
         ),
         (
-            f"{each.capitalize()} per second",
+            f"{noun.capitalize()} per second",
             f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
             f"{format_number(rate / job.cluster.num_devices)} per device",
             f"global batch{'' if images else ' x sequence length'} / step time, of all devices",
@@ -145,7 +145,7 @@ def show_numbers(
             f"{meaning('mfu')}: model FLOPs of a step / (step time x devices x dense peak)",
         ),
         (
-            f"{format_count(budget)} {each}",
+            f"{format_count(budget)} {noun}",
             f"{training.days:,.1f} days" if training.days < 1000 else f"{training.days / 365.25:,.1f} years",
             f"{format_count(training.device_hours)} device hours",
             f"optimizer steps x step time: {training.num_steps:,} steps"

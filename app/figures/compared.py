@@ -21,7 +21,7 @@ from app.figures.style import (
     stack,
     time_unit,
 )
-from app.predictions import Headline, headline_of_prediction, sentences
+from app.predictions import Headline, headline_of_prediction
 from simplan.errors import SpecError
 from simplan.explain import DifferenceRow
 from simplan.program.program import MemoryCategory
@@ -64,7 +64,7 @@ def compared_plan(name: str, text: str, calibrated_at: int) -> ComparedPlan:
     try:
         result = plan_result(text, calibrated_at)
     except SpecError as error:
-        return ComparedPlan(name, sentences(error))
+        return ComparedPlan(name, error.sentences)
     prediction = result.prediction
     index = next(i for i, memory in enumerate(prediction.memory) if memory.rank == result.busiest)
     return ComparedPlan(
@@ -88,7 +88,9 @@ def plan_numbers(plans: Sequence[ComparedPlan], column: str) -> list[dict[str, o
         row |= {"step_time_s": head.step_time_s, "low_s": low_s, "high_s": high_s, "mfu": head.mfu}
         row |= {"tokens_per_s": head.tokens_per_s, "device_gib": head.memory.device_bytes / GIB}
         row |= {f"{part.replace(' ', '_')}_s": seconds for part, seconds in split_s.items()}
-        rows.append(row | {f"{each}_gib": head.memory.by_category.get(each, 0) / GIB for each in MemoryCategory})
+        rows.append(
+            row | {f"{category}_gib": head.memory.by_category.get(category, 0) / GIB for category in MemoryCategory}
+        )
     return rows
 
 
@@ -109,16 +111,18 @@ def memory_stacks(plans: Sequence[ComparedPlan], title: str, chosen: str = "") -
     if not shown:
         return empty(_NOTHING)
     names, memory = [name for name, _, _ in shown], [head.memory for _, head, _ in shown]
-    traces = memory_stack([memory_bars([each])[0] for each in memory], names)
-    limits = [(place, each.capacity_bytes / GIB) for place, each in enumerate(memory) if each.capacity_bytes]
+    traces = memory_stack([memory_bars([of_rank])[0] for of_rank in memory], names)
+    limits = [(place, of_rank.capacity_bytes / GIB) for place, of_rank in enumerate(memory) if of_rank.capacity_bytes]
     if limits:
         traces.append(scatter(x=[None], y=[None], mode="lines", line=CAPACITY, name="device memory"))  # for the legend
     lines = [
         {"type": "line", "x0": place - 0.42, "x1": place + 0.42, "y0": limit, "y1": limit, "line": CAPACITY}
         for place, limit in limits
     ]
-    tops = [(each.device_bytes / GIB, *(limit / GIB for limit in each.device_interval_bytes)) for each in memory]
-    words = [" to ".join(map(format_bytes, each.device_interval_bytes)) for each in memory]
+    tops = [
+        (of_rank.device_bytes / GIB, *(limit / GIB for limit in of_rank.device_interval_bytes)) for of_rank in memory
+    ]
+    words = [" to ".join(map(format_bytes, of_rank.device_interval_bytes)) for of_rank in memory]
     traces.append(_intervals(names, tops, words))
     most = max([high for _, _, high in tops] + [limit for _, limit in limits])
     return _stacks(traces, names, title, "GiB at the peak", chosen, most, shapes=lines)
@@ -145,7 +149,9 @@ def step_stacks(plans: Sequence[ComparedPlan], title: str, chosen: str = "") -> 
         ]
         for part, parts_s in parts.items()
     }
-    traces = stack(names, {part: [each / unit_s for each in parts_s] for part, parts_s in parts.items()}, tooltips)
+    traces = stack(
+        names, {part: [seconds / unit_s for seconds in parts_s] for part, parts_s in parts.items()}, tooltips
+    )
     limits_s = [head.step_time_interval_s or (head.step_time_s,) * 2 for _, head, _ in shown]
     tops = [(s / unit_s, low_s / unit_s, high_s / unit_s) for s, (low_s, high_s) in zip(steps_s, limits_s, strict=True)]
     traces.append(_intervals(names, tops, [" to ".join(map(format_time, limits)) for limits in limits_s]))
@@ -247,8 +253,10 @@ def difference_figure(rows: Sequence[DifferenceRow], names: tuple[str, str]) -> 
 def difference_words(rows: Sequence[DifferenceRow]) -> list[str]:
     """The groups that make the difference, the largest first: ``wait: +0.12 s``."""
     unit = "GiB" if any(row.unit == "bytes" for row in rows) else "s"
-    found = sorted(((pair[1] - pair[0], group) for group, pair in _groups(rows).items()), key=lambda one: -abs(one[0]))
-    return [f"{group.replace('_', ' ')} {value:+,.3g} {unit}" for value, group in found[:3] if value]
+    changes = sorted(
+        ((pair[1] - pair[0], group) for group, pair in _groups(rows).items()), key=lambda change: -abs(change[0])
+    )
+    return [f"{group.replace('_', ' ')} {value:+,.3g} {unit}" for value, group in changes[:3] if value]
 
 
 def _groups(rows: Sequence[DifferenceRow]) -> dict[str, tuple[float, float]]:

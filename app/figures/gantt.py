@@ -26,7 +26,8 @@ from app.figures.style import (
 from app.figures.timeline import MemoryCurve, TimelineBox, TimelineResult
 from simplan.program.action import ActionKind
 from simplan.report.drawings.drawing import WORDS
-from simplan.report.drawings.drawing_svg import fill_of, ink_on
+from simplan.report.drawings.drawing_svg import fill_of
+from simplan.report.drawings.svg import ink_on
 from simplan.units import GIB, format_bytes, format_time
 
 _ROW_PX, _MEMORY_PX, _AROUND_PX, _TITLE_PX, _BELOW_PX = 34, 190, 125, 26, 56
@@ -154,19 +155,19 @@ def _boxes(result: TimelineResult, unit_s: float, legend: set[str], *, texts: bo
 
     def trace(name: str, boxes: Sequence[tuple[float, TimelineBox]], fill: str, **look: Any) -> dict[str, Any]:
         spans = [(row, box.start_s / unit_s, box.end_s / unit_s) for row, box in boxes]
-        found = boxes_trace(name, spans, [_hover(box) for _, box in boxes], fill, **look)
-        found |= {"legendgroup": name, "showlegend": name not in legend}
+        boxes_of_name = boxes_trace(name, spans, [_hover(box) for _, box in boxes], fill, **look)
+        boxes_of_name |= {"legendgroup": name, "showlegend": name not in legend}
         legend.add(name)
-        return found
+        return boxes_of_name
 
     for (_, recomputes, fill), boxes in sorted(by_look.items(), key=lambda item: item[0][:2]):
         kind = boxes[0][1].kind
         name = WORDS.get(kind, str(kind)) + (", recomputing" if recomputes else "")
         words = [_text(box, several=several) if texts else "" for _, box in boxes]
-        one = trace(name, boxes, fill, width=_LANE, **text_inside(words, fill))
+        drawn = trace(name, boxes, fill, width=_LANE, **text_inside(words, fill))
         if recomputes:
-            one["marker"]["pattern"] = _HATCH | {"bgcolor": fill}
-        yield one
+            drawn["marker"]["pattern"] = _HATCH | {"bgcolor": fill}
+        yield drawn
     communications = [(row + _THIN_AT, box) for row, lane in enumerate(result.lanes) for box in lane.communications]
     if communications:
         yield trace("communication", communications, COMMUNICATION, width=_THIN, outline=0, opacity=0.85)

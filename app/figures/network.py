@@ -26,7 +26,7 @@ from app.figures.style import (
     upright,
 )
 from app.fitting import document_text
-from app.predictions import predicted, sentences
+from app.predictions import predicted
 from simplan import catalog
 from simplan.cluster.hardware import ClusterSpec, SlowLink
 from simplan.document import parse_yaml
@@ -132,11 +132,11 @@ class Alternative:
 def topologies(text: str) -> tuple[Alternative, ...]:
     """Step time of a scenario with each topology of the catalog, the shortest first; those that cannot be are last."""
     data = parse_yaml(text, "scenario").data
-    found = []
+    alternatives = []
     for name in catalog.names("topologies"):
         changed = {**data, "cluster": {**data["cluster"], "topology": name}}
-        found.append(_alternative(name, catalog.topology(name).words(), changed))
-    return _in_order(found)
+        alternatives.append(_alternative(name, catalog.topology(name).words(), changed))
+    return _in_order(alternatives)
 
 
 def placements(text: str) -> tuple[Alternative, ...]:
@@ -150,14 +150,14 @@ def placements(text: str) -> tuple[Alternative, ...]:
     plan = job.plan
     axes = [axis for axis in DEFAULT_ORDER if getattr(plan, axis) > 1]
     now = _order(plan)
-    found = []
+    alternatives = []
     for order in permutations(axes):
         changed = {**data, "plan": {**data["plan"], "placement": list(order)}}
-        one = _alternative(", ".join(order), "", changed)
-        found.append(replace(one, is_current=order == now))
+        alternative = _alternative(", ".join(order), "", changed)
+        alternatives.append(replace(alternative, is_current=order == now))
     if job.cluster.topology is not None and _nodes(job) != nodes_by_network(job.cluster):
-        found.append(_alternative("network", "", {**data, "plan": {**data["plan"], "placement": "network"}}))
-    return _in_order(found)
+        alternatives.append(_alternative("network", "", {**data, "plan": {**data["plan"], "placement": "network"}}))
+    return _in_order(alternatives)
 
 
 def _nodes(job: Job) -> tuple[int, ...]:
@@ -168,10 +168,10 @@ def _nodes(job: Job) -> tuple[int, ...]:
 
 def _order(plan: ParallelPlan) -> tuple[str, ...] | None:
     """Axes of several ranks as a plan places them; None for a list of devices."""
-    given = plan.placement or DEFAULT_ORDER
-    if any(isinstance(each, int) for each in given):
+    placement = plan.placement or DEFAULT_ORDER
+    if any(isinstance(place, int) for place in placement):
         return None
-    named = axes_of(map(str, given))
+    named = axes_of(map(str, placement))
     order = (*named, *(axis for axis in DEFAULT_ORDER if axis not in named))
     return tuple(axis for axis in order if getattr(plan, axis) > 1)
 
@@ -181,11 +181,16 @@ def _alternative(name: str, words: str, data: Mapping[str, Any]) -> Alternative:
         job = parse_scenario(document_text(dict(data))).job
         return Alternative(name, words, summarize_step(job).step_time_s)
     except SpecError as error:
-        return Alternative(name, words, None, refused=sentences(error))
+        return Alternative(name, words, None, refused=error.sentences)
 
 
-def _in_order(found: list[Alternative]) -> tuple[Alternative, ...]:
-    return tuple(sorted(found, key=lambda one: float("inf") if one.step_time_s is None else one.step_time_s))
+def _in_order(alternatives: list[Alternative]) -> tuple[Alternative, ...]:
+    return tuple(
+        sorted(
+            alternatives,
+            key=lambda alternative: float("inf") if alternative.step_time_s is None else alternative.step_time_s,
+        )
+    )
 
 
 def slow_link_step_time_s(text: str, link: str, bandwidth_share: float) -> float:
@@ -245,8 +250,8 @@ def slow_link_costs(text: str, calibrated_at: int, bandwidth_share: float) -> tu
     """
     prediction = predicted(text, calibrated_at)
     assert prediction.network is not None, "the cluster has a topology"
-    found = _costs(prediction.job, prediction.network, prediction.step_time_s, bandwidth_share)
-    return tuple(sorted(found, key=lambda cost: -cost.step_time_s))
+    costs = _costs(prediction.job, prediction.network, prediction.step_time_s, bandwidth_share)
+    return tuple(sorted(costs, key=lambda cost: -cost.step_time_s))
 
 
 def _costs(job: Job, network: Network, step_time_s: float, bandwidth_share: float) -> Iterator[SlowLinkCost]:
@@ -354,19 +359,21 @@ def _hover(link: LinkLoad) -> str:
     return "<br>".join(lines)
 
 
-def alternatives_figure(found: Sequence[Alternative], current_s: float) -> Figure:
+def alternatives_figure(alternatives: Sequence[Alternative], current_s: float) -> Figure:
     """Step time with each value of a setting, and its change; a line at the step time of the scenario."""
-    timed = [(one, one.step_time_s) for one in found if one.step_time_s is not None]
+    timed = [
+        (alternative, alternative.step_time_s) for alternative in alternatives if alternative.step_time_s is not None
+    ]
     if not timed:
         return empty("No value of this setting can be predicted.")
     unit, unit_s = time_unit(current_s)
     return labeled_bars(
-        [one.name for one, _ in timed],
+        [alternative.name for alternative, _ in timed],
         [time_s / unit_s for _, time_s in timed],
         [_change(time_s, current_s) for _, time_s in timed],
-        [f"{one.name}: {format_time(time_s)} {one.words}" for one, time_s in timed],
+        [f"{alternative.name}: {format_time(time_s)} {alternative.words}" for alternative, time_s in timed],
         f"step time, {unit}",
-        color=[PLANS[1] if one.is_current else PLANS[0] for one, _ in timed],
+        color=[PLANS[1] if alternative.is_current else PLANS[0] for alternative, _ in timed],
         room=1.3,
         shapes=[upright(current_s / unit_s, {"color": MUTED, "dash": "dash"})],
     )

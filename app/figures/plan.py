@@ -92,13 +92,14 @@ def step_parts(prediction: Prediction, simulated: Simulated, rank: int) -> tuple
 def _exposed_s(job: Job, simulated: Simulated, rank: int) -> dict[str, float]:
     """Exposed seconds of a rank in the simulated step, by tier."""
     program, times = simulated.program, simulated.times
-    own = program.rank_indices[rank]
-    own = own[times.end_s[own] > times.start_s[own]]
-    on_compute = program.on_stream(Stream.COMPUTE, indices=own)
+    ops = program.rank_indices[rank]
+    ops = ops[times.end_s[ops] > times.start_s[ops]]
+    on_compute = program.on_stream(Stream.COMPUTE, indices=ops)
     computing_s, moving_s = (
-        np.array([times.start_s[one], times.end_s[one]]) for one in (own[on_compute], own[~on_compute])
+        np.array([times.start_s[of_stream], times.end_s[of_stream]])
+        for of_stream in (ops[on_compute], ops[~on_compute])
     )
-    tiers = _tiers(job, program, own[~on_compute])
+    tiers = _tiers(job, program, ops[~on_compute])
     return dict(zip(TIERS, exposed_s(computing_s, moving_s, tiers, len(TIERS)).tolist(), strict=True))
 
 
@@ -141,12 +142,12 @@ class MemoryBar:
 
 def memory_bars(memory: Iterable[RankMemory]) -> tuple[MemoryBar, ...]:
     """One bar per rank; above 16 ranks, one per group of ranks with equal memory."""
-    found = [_memory_bar(rank) for rank in memory]
-    if len(found) <= _MAX_BARS:
-        return tuple(found)
+    bars_of_ranks = [_memory_bar(rank) for rank in memory]
+    if len(bars_of_ranks) <= _MAX_BARS:
+        return tuple(bars_of_ranks)
     groups: dict[tuple[object, ...], list[MemoryBar]] = {}
-    for one in found:
-        groups.setdefault((tuple(one.parts.items()), one.peak_action), []).append(one)
+    for bar_of_rank in bars_of_ranks:
+        groups.setdefault((tuple(bar_of_rank.parts.items()), bar_of_rank.peak_action), []).append(bar_of_rank)
     return tuple(replace(bars[0], ranks=tuple(bar.ranks[0] for bar in bars)) for bars in groups.values())
 
 

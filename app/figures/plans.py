@@ -76,10 +76,10 @@ def search_plans(text: str, report: Report) -> SearchResult:
     def on_progress(progress: SearchProgress) -> None:
         nonlocal told_s, had
         left_s = pace.left_s(time.monotonic(), progress.done, progress.total)
-        found = progress.best_step_time_s is not None
-        if time.monotonic() - told_s >= _PAUSE_S or (found and not had) or progress.doing != SEARCHING:
-            told_s, had = time.monotonic(), found
-            known = _known(progress) if found else None
+        has_plan = progress.best_step_time_s is not None
+        if time.monotonic() - told_s >= _PAUSE_S or (has_plan and not had) or progress.doing != SEARCHING:
+            told_s, had = time.monotonic(), has_plan
+            known = _known(progress) if has_plan else None
             report(Update(progress.done, progress.total, progress.doing, known, left_s))
 
     result = search(asked.job, asked.space, name=asked.name, on_progress=on_progress)
@@ -89,7 +89,7 @@ def search_plans(text: str, report: Report) -> SearchResult:
             report(Update(total, total, f"Pareto front: {search_plan_words(plan.plan, plan.software)}", result))
             job = with_options(asked.job.with_num_devices(plan.num_devices), tuple(plan.software.items()))
             why = explain_plan(Evaluator(job), plan.plan, (), capacity_bytes(job, asked.space))
-            front = [replace(each, explanation=why) if each is plan else each for each in result.pareto]
+            front = [replace(other, explanation=why) if other is plan else other for other in result.pareto]
             result = replace(result, pareto=tuple(front))
     return result
 
@@ -183,9 +183,9 @@ def shown_plans(result: SearchResult, current: RankedPlan | None = None) -> list
     return plans if current is None or any(_is_same(plan, current) for plan in plans) else [*plans, current]
 
 
-def _is_same(one: RankedPlan, other: RankedPlan) -> bool:
+def _is_same(plan: RankedPlan, other: RankedPlan) -> bool:
     """True for one plan with the same options of the software; a ranked plan has an explanation before the front."""
-    return one.plan == other.plan and one.software == other.software
+    return plan.plan == other.plan and plan.software == other.software
 
 
 def plan_rows(result: SearchResult, current: RankedPlan | None = None) -> list[dict[str, Any]]:
@@ -306,11 +306,11 @@ def _front(rows: Sequence[Mapping[str, Any]], x: str, y: str) -> list[Mapping[st
     if less_x is None or less_y is None or x == y:
         return []
     sign_x, sign_y = (1 if less_x else -1), (1 if less_y else -1)
-    found: list[Mapping[str, Any]] = []
+    front: list[Mapping[str, Any]] = []
     for row in sorted(rows, key=lambda row: (sign_x * row[x], sign_y * row[y])):
-        if not found or sign_y * row[y] < sign_y * found[-1][y]:
-            found.append(row)
-    return found
+        if not front or sign_y * row[y] < sign_y * front[-1][y]:
+            front.append(row)
+    return front
 
 
 def _colour(row: Mapping[str, Any], colour: str) -> str:
@@ -400,7 +400,7 @@ def setting_effects(text: str, max_memory_fraction: float) -> tuple[SettingEffec
     values |= {key: valid_values(document, key, options) for key, options in _OPTIONS.items()}
     if job.plan.pp == 1:
         del values["schedule"]
-    found = []
+    effects = []
     for key, others in values.items():
         for value in others:
             other = parse_scenario(document_text(changed(document, key, value))).job
@@ -410,8 +410,8 @@ def setting_effects(text: str, max_memory_fraction: float) -> tuple[SettingEffec
             assert step_time_s is not None, "there is no limit"
             fits = None if capacity is None else device_bytes <= capacity
             change, searched = step_time_s / base_s - 1, enumeration.has(other.plan)
-            found.append(SettingEffect(key, value, step_time_s, change, device_bytes, fits, searched))
-    return tuple(found)
+            effects.append(SettingEffect(key, value, step_time_s, change, device_bytes, fits, searched))
+    return tuple(effects)
 
 
 def importance_figure(effects: Sequence[SettingEffect]) -> Figure:
@@ -422,35 +422,35 @@ def importance_figure(effects: Sequence[SettingEffect]) -> Figure:
     """
     if not effects:
         return empty("No other value of a setting is valid.")
-    spread = {one.key: 0.0 for one in effects}
-    for one in effects:
-        spread[one.key] = max(spread[one.key], abs(one.step_time_change))
+    spread = {effect.key: 0.0 for effect in effects}
+    for effect in effects:
+        spread[effect.key] = max(spread[effect.key], abs(effect.step_time_change))
     ordered = sorted(spread, key=lambda key: -spread[key])
     least, most = _drawn_range(effects)
     labels = _apart(effects, least, most)
     traces = []
     kinds = (("fits", "circle"), (_UNSEARCHED, "circle-open"), ("does not fit", "x"))
     for (name, symbol), colour in zip(kinds, (PLANS[0], PLANS[0], PLANS[1]), strict=True):
-        shown = [one for one in effects if _kind(one) == name]
+        shown = [effect for effect in effects if _kind(effect) == name]
         if not shown:
             continue
         trace = scatter(
             name=name,
             mode="markers+text",
-            x=[100 * min(one.step_time_change, most) for one in shown],
-            y=[one.key for one in shown],
-            text=[labels[one] for one in shown],
-            textposition=["top center" if one.step_time_change <= most else "top left" for one in shown],
+            x=[100 * min(effect.step_time_change, most) for effect in shown],
+            y=[effect.key for effect in shown],
+            text=[labels[effect] for effect in shown],
+            textposition=["top center" if effect.step_time_change <= most else "top left" for effect in shown],
             textfont={"size": 10},
             marker={"color": colour, "symbol": symbol, "size": 9},
             customdata=[
                 [
-                    format_time(one.step_time_s),
-                    format_bytes(one.device_bytes),
-                    f"{one.step_time_change:+.1%}",
-                    written(one.value),
+                    format_time(effect.step_time_s),
+                    format_bytes(effect.device_bytes),
+                    f"{effect.step_time_change:+.1%}",
+                    written(effect.value),
                 ]
-                for one in shown
+                for effect in shown
             ],
             hovertemplate="%{y}: %{customdata[3]}<br>step time %{customdata[0]} (%{customdata[2]})<br>"
             "device memory %{customdata[1]}<extra></extra>",
@@ -467,7 +467,7 @@ def importance_figure(effects: Sequence[SettingEffect]) -> Figure:
 
 def _drawn_range(effects: Sequence[SettingEffect]) -> tuple[float, float]:
     """Ends of the axis, around zero: values that are several times as slow would leave no room for the others."""
-    changes = [one.step_time_change for one in effects]
+    changes = [effect.step_time_change for effect in effects]
     most = min(max(*changes, _LEAST_RANGE), _MAX_RANGE)
     return min(*changes, 0.0) - 0.1 * most, most
 
@@ -487,18 +487,18 @@ def _apart(effects: Sequence[SettingEffect], least: float, most: float) -> dict[
         least, most: Ends of the axis, as changes of the step time.
     """
     per_char = (most + _MARGIN - least) / _CHARS_ACROSS
-    labels, ends = dict.fromkeys(effects, ""), dict.fromkeys((one.key for one in effects), -math.inf)
+    labels, ends = dict.fromkeys(effects, ""), dict.fromkeys((effect.key for effect in effects), -math.inf)
     rooms: dict[str, float] = {}
-    for one in sorted(effects, key=lambda one: -one.step_time_change):
-        if one.step_time_change > most and one.key not in rooms:
-            labels[one] = f"{written(one.value)} {one.step_time_change:+.0%}"
-            rooms[one.key] = most - per_char * (len(labels[one]) + 1)
-    for one in sorted(effects, key=lambda one: one.step_time_change):
-        text = written(one.value)
+    for effect in sorted(effects, key=lambda effect: -effect.step_time_change):
+        if effect.step_time_change > most and effect.key not in rooms:
+            labels[effect] = f"{written(effect.value)} {effect.step_time_change:+.0%}"
+            rooms[effect.key] = most - per_char * (len(labels[effect]) + 1)
+    for effect in sorted(effects, key=lambda effect: effect.step_time_change):
+        text = written(effect.value)
         half = per_char * (len(text) + 1) / 2
-        room = rooms.get(one.key, math.inf)
-        if ends[one.key] <= one.step_time_change - half and one.step_time_change + half <= room:
-            labels[one], ends[one.key] = text, one.step_time_change + half
+        room = rooms.get(effect.key, math.inf)
+        if ends[effect.key] <= effect.step_time_change - half and effect.step_time_change + half <= room:
+            labels[effect], ends[effect.key] = text, effect.step_time_change + half
     return labels
 
 

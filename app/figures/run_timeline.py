@@ -22,15 +22,17 @@ def run_timeline_figure(timeline: RunTimeline) -> Figure:
     segments = timeline.segments(COLUMNS)
     traces: list[dict[str, Any]] = []
     for kind in kinds_of(segments):
-        own = [segment for segment in segments if segment.kind == kind]
-        words = [[format_span(each.seconds), format_span(each.row * length.length_s + each.start_s)] for each in own]
+        of_kind = [segment for segment in segments if segment.kind == kind]
+        words = [
+            [format_span(part.seconds), format_span(part.row * length.length_s + part.start_s)] for part in of_kind
+        ]
         traces.append(
             bar(
                 orientation="h",
                 name=PARTS[kind],
-                base=[each.start_s / length.unit_s for each in own],
-                x=[(each.end_s - each.start_s) / length.unit_s for each in own],
-                y=[each.row for each in own],
+                base=[part.start_s / length.unit_s for part in of_kind],
+                x=[(part.end_s - part.start_s) / length.unit_s for part in of_kind],
+                y=[part.row for part in of_kind],
                 width=0.72,
                 marker={"color": COLOURS[kind], "line": {"width": 0}},
                 customdata=words,

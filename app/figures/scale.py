@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from app.figures.style import MUTED, PLANS, Figure, across, bar, empty, figure, labeled_bars, scatter
-from app.predictions import predicted_step, sentences
+from app.predictions import predicted_step
 from simplan.cluster.hardware import LinkSpec
 from simplan.errors import NotModelledError, Problem, SpecError
+from simplan.explain.ways_map import WaysMap, ticks_of, ways_map
 from simplan.job import Job
 from simplan.predict import Resource, Simulated, marginal_values
 from simplan.predict.sensitivity import MarginalValue, improved
@@ -21,12 +22,13 @@ from simplan.predict.step_summary import StepSummary, summarize_step
 from simplan.predict.sweep import data_parallel_changes
 from simplan.prediction import Prediction, training_run
 from simplan.program.program import Stream
+from simplan.report.drawings.accuracy_svg import COLOURS
 from simplan.report.search import RESOURCES
 from simplan.report.table import format_ranks
 from simplan.report.text import plan_words
 from simplan.scenario import Scenario, parse_scenario
 from simplan.sim.compiled import compile_program
-from simplan.units import GIB, format_number
+from simplan.units import GIB, format_number, format_rate, format_time
 
 _RESOURCES = {**RESOURCES, "compute": RESOURCES["flop_per_s"]}
 _MAX_BAR_WIDTH = 0.12  # fraction of the axis, for a few bars
@@ -108,11 +110,11 @@ class ScalePoint:
 
 def place_on(scenario: Scenario, axis: str) -> float:
     """Value of the scenario on an axis; 1 on the axis of an unknown rate, which is relative."""
-    one = AXES[axis]
-    if one.resource is not None:
-        rate = _rate(scenario, one.resource)
-        return 1.0 if rate is None else rate / one.unit_size
-    section, key = one.setting.split(".")
+    scale_axis = AXES[axis]
+    if scale_axis.resource is not None:
+        rate = _rate(scenario, scale_axis.resource)
+        return 1.0 if rate is None else rate / scale_axis.unit_size
+    section, key = scale_axis.setting.split(".")
     value: int = getattr(getattr(scenario.job, section), key)
     return value
 
@@ -125,13 +127,13 @@ def sweep(text: str, axis: str, batch_follows: bool) -> tuple[ScalePoint, ...]:
         axis: Key of ``AXES``.
         batch_follows: Scale the global batch with the devices (weak scaling) instead of keeping it.
     """
-    scenario, one = _own_devices(text), AXES[axis]
+    scenario, scale_axis = _own_devices(text), AXES[axis]
     job, now = scenario.job, place_on(scenario, axis)
-    if one.resource is not None:
-        return tuple(_with_rate(job, one.resource, factor, now * factor) for factor in one.factors)
+    if scale_axis.resource is not None:
+        return tuple(_with_rate(job, scale_axis.resource, factor, now * factor) for factor in scale_axis.factors)
 
     def changed(size: int) -> Job:
-        changes = {one.setting: size}
+        changes = {scale_axis.setting: size}
         if axis == "devices":
             changes |= data_parallel_changes(job, changes)
             if batch_follows:
@@ -139,7 +141,7 @@ def sweep(text: str, axis: str, batch_follows: bool) -> tuple[ScalePoint, ...]:
                 changes["training.global_batch_size"] = max(1, batch)
         return job.with_changes(changes)
 
-    sizes = {int(now * factor) for factor in one.factors if now * factor >= 1}
+    sizes = {int(now * factor) for factor in scale_axis.factors if now * factor >= 1}
     return tuple(_point(float(size), partial(changed, size)) for size in sorted(sizes))
 
 
@@ -169,7 +171,7 @@ def _point(value: float, changed: Callable[[], Job]) -> ScalePoint:
         job = changed()
         return ScalePoint(value, job, summarize_step(job))
     except SpecError as error:
-        return ScalePoint(value, refused=sentences(error))
+        return ScalePoint(value, refused=error.sentences)
 
 
 def worth(text: str) -> tuple[MarginalValue, ...]:
@@ -272,14 +274,14 @@ def scale_document(
     """
     job, by_value = scenario.job, {row["value"]: row for row in rows}
     unit = "images" if job.model.sample != "sequence" else "tokens"
-    found = []
+    shown = []
     for point in points:
         row = by_value.get(point.value)
         numbers = {key: row[key] for key in ("per_s", "device_gib", "fits", "cost") if key in row} if row else {}
         interval = [row["low_s"], row["high_s"]] if row else None
         step_time_s = row["step_time_s"] if row else None
         times = {"step_time_s": step_time_s, "step_time_interval_s": interval}
-        found.append({"value": point.value, **times, **numbers, "refused": point.refused})
+        shown.append({"value": point.value, **times, **numbers, "refused": point.refused})
     slower, ranks = slow
     return {
         "schema_version": 1,
@@ -288,7 +290,7 @@ def scale_document(
         "words": f"{job.model.name} on {job.cluster.devices_in_words}, {job.software.id}: {plan_words(job.plan)}",
         "axis": AXES[axis].words(scenario),
         "rate": f"{unit} per second, all devices",
-        "points": found,
+        "points": shown,
         "sensitivity": [
             {"resource": _RESOURCES[one.resource], "step_time_change": one.relative_change} for one in worths
         ],
@@ -313,7 +315,7 @@ def scale_figures(
     if not rows:
         return {"nothing": empty("No point of this axis can be predicted.")}
     step_time = [_interval(rows), _curve(rows, "step_time_s", "step time, s", label, now)]
-    found = {"step time": _panel(step_time, rows, label, "step time, s")}
+    figures = {"step time": _panel(step_time, rows, label, "step time, s")}
     rate = f"{unit} per second, all devices"
     throughput = [_curve(rows, "per_s", rate, label, now)]
     ideal = _ideal(rows, now) if label == "devices" else []
@@ -321,14 +323,14 @@ def scale_figures(
         line = {"color": MUTED, "dash": "dot", "width": 1.5}
         x = [row["value"] for row in rows]
         throughput.append(scatter(x=x, y=ideal, mode="lines", name="linear scaling", line=line, hoverinfo="skip"))
-    found["throughput"] = _panel(throughput, rows, label, rate)
+    figures["throughput"] = _panel(throughput, rows, label, rate)
     words = "peak device memory, GiB"
     capacity = [] if capacity_bytes is None else [across(capacity_bytes / GIB, {"color": MUTED, "dash": "dash"})]
-    found["memory"] = _panel([_curve(rows, "device_gib", words, label, now)], rows, label, words, shapes=capacity)
+    figures["memory"] = _panel([_curve(rows, "device_gib", words, label, now)], rows, label, words, shapes=capacity)
     if "cost" in rows[0]:
         title = "cost of the budget"
-        found["cost"] = _panel([_curve(rows, "cost", title, label, now)], rows, label, title)
-    return found
+        figures["cost"] = _panel([_curve(rows, "cost", title, label, now)], rows, label, title)
+    return figures
 
 
 def _panel(
@@ -370,10 +372,10 @@ def _curve(rows: Sequence[dict[str, Any]], key: str, title: str, label: str, now
         line={"color": PLANS[0], "width": 2},
         marker={
             "size": [11 if row["value"] == now else 8 for row in rows],
-            "symbol": ["circle" if one else "x" for one in fit],
-            "color": [PLANS[0] if one else PLANS[1] for one in fit],
+            "symbol": ["circle" if fits else "x" for fits in fit],
+            "color": [PLANS[0] if fits else PLANS[1] for fits in fit],
         },
-        customdata=[[label, "" if one else "<br>does not fit"] for one in fit],
+        customdata=[[label, "" if fits else "<br>does not fit"] for fits in fit],
         hovertemplate=f"%{{customdata[0]}} %{{x:,.4~g}}: {title} %{{y:,.4~g}}%{{customdata[1]}}<extra></extra>",
     )
 
@@ -394,20 +396,56 @@ def worth_figure(values: Sequence[MarginalValue]) -> Figure:
     return labeled_bars([*saved], [*saved.values()], texts, tooltips, "step time saved by 1 % more, %")
 
 
-def slow_figure(found: Sequence[DelayedRank], slower: float) -> Figure:
+def slow_figure(delays: Sequence[DelayedRank], slower: float) -> Figure:
     """Step time increase per slow rank, in percent; the dashed line is the delay of the rank's compute."""
-    labels = [f"{format_ranks(list(one.ranks))} " for one in found]
+    labels = [f"{format_ranks(list(delay.ranks))} " for delay in delays]
     bars = bar(
         x=labels,
-        y=[100 * one.relative_change for one in found],
+        y=[100 * delay.relative_change for delay in delays],
         marker={"color": PLANS[1]},
         hovertemplate="rank %{x}: a step is %{y:.2f} % longer<extra></extra>",
     )
     return figure(
         [bars],
         height=260,
-        bargap=max(0.3, 1 - _MAX_BAR_WIDTH * len(found)),
+        bargap=max(0.3, 1 - _MAX_BAR_WIDTH * len(delays)),
         shapes=[across(100 * slower, {"color": MUTED, "dash": "dash"})],
         xaxis={"title": "slow rank, with identical ranks", "type": "category"},
         yaxis={"title": "step time increase, %", "rangemode": "tozero"},
     )
+
+
+def predicted_ways(text: str) -> WaysMap:
+    """Map of the ways of a scenario's job.
+
+    Args:
+        text: The scenario's YAML.
+
+    Raises:
+        SpecError: See ``ways_map``.
+    """
+    scenario = parse_scenario(text)
+    return ways_map(scenario.job, scenario.name)
+
+
+def ways_figure(ways: WaysMap) -> Figure:
+    """One line per way over the bandwidth; both axes are logarithmic."""
+    traces = [
+        scatter(
+            x=list(ways.bytes_per_s),
+            y=list(curve.step_times_s),
+            mode="lines+markers",
+            name=curve.name,
+            line={"color": COLOURS[number % len(COLOURS)], "width": 2},
+            customdata=[
+                [format_time(seconds), format_rate(rate)]
+                for seconds, rate in zip(curve.step_times_s, ways.bytes_per_s, strict=True)
+            ],
+            hovertemplate=f"{curve.name}: %{{customdata[0]}} a step at %{{customdata[1]}}<extra></extra>",
+        )
+        for number, curve in enumerate(ways.drawn)
+    ]
+    ticks = ticks_of(ways.bytes_per_s[0], ways.bytes_per_s[-1])
+    xaxis = {"type": "log", "title": f"{ways.link} per device", "tickvals": ticks}
+    yaxis = {"type": "log", "title": "step time, s", "dtick": "D2"}
+    return figure(traces, height=440, xaxis={**xaxis, "ticktext": [format_rate(rate) for rate in ticks]}, yaxis=yaxis)

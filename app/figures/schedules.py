@@ -115,11 +115,11 @@ def schedule_timeline(
     return ScheduleTimeline(name, num_microbatches, stages, stage_times, rows)
 
 
-def schedule_figure(one: ScheduleTimeline, until: float) -> Figure:
+def schedule_figure(drawn: ScheduleTimeline, until: float) -> Figure:
     """The schedule up to a time, one row per rank, with the number of microbatches in flight next to it."""
-    several = one.virtual_stages > 1
+    several = drawn.virtual_stages > 1
     groups: dict[tuple[ActionKind, int], list[tuple[int, Box]]] = {}
-    for rank, row in enumerate(one.rows):
+    for rank, row in enumerate(drawn.rows):
         stages = sorted({box.action.stage for box in row})
         for box in row:
             if box.start_s < until:
@@ -128,7 +128,7 @@ def schedule_figure(one: ScheduleTimeline, until: float) -> Figure:
     traces = []
     for kind, place in sorted(groups, key=lambda group: (order.index(group[0]), group[1])):
         boxes = groups[kind, place]
-        fill = fill_of(kind, place, one.virtual_stages)
+        fill = fill_of(kind, place, drawn.virtual_stages)
         trace = boxes_trace(
             WORDS[kind] + (f", stage {place + 1} of a rank" if several else ""),
             [(rank, box.start_s, min(box.end_s, until)) for rank, box in boxes],
@@ -140,44 +140,44 @@ def schedule_figure(one: ScheduleTimeline, until: float) -> Figure:
         traces.append(trace)
     at_right = {"x": 1.005, "xref": "paper", "xanchor": "left", "yref": "y", "showarrow": False, "font": {"size": 11}}
     notes = [
-        at_right | {"y": rank, "text": f"{one.in_flight(rank, until):g} in flight, max {most:g}"}
-        for rank, most in enumerate(one.most_in_flight)
+        at_right | {"y": rank, "text": f"{drawn.in_flight(rank, until):g} in flight, max {most:g}"}
+        for rank, most in enumerate(drawn.most_in_flight)
     ]
     return figure(
         traces,
-        height=_AROUND_PX + _ROW_PX * one.num_ranks,
+        height=_AROUND_PX + _ROW_PX * drawn.num_ranks,
         barmode="overlay",
         bargap=0,
         uniformtext={"minsize": 8, "mode": "hide"},
         margin={"t": 40, "r": 110},
         annotations=notes,
         shapes=[upright(until, {"color": MUTED, "width": 1.5})],
-        xaxis={"title": "time, units", "range": [0, one.length * 1.002], "showgrid": True},
+        xaxis={"title": "time, units", "range": [0, drawn.length * 1.002], "showgrid": True},
         yaxis={
-            "tickvals": list(range(one.num_ranks)),
-            "ticktext": [f"rank {rank}" for rank in range(one.num_ranks)],
-            "range": [one.num_ranks - 0.5, -0.5],
+            "tickvals": list(range(drawn.num_ranks)),
+            "ticktext": [f"rank {rank}" for rank in range(drawn.num_ranks)],
+            "range": [drawn.num_ranks - 0.5, -0.5],
             "showgrid": False,
             "fixedrange": True,
         },
     )
 
 
-def why_bubble(one: ScheduleTimeline) -> str:
+def why_bubble(drawn: ScheduleTimeline) -> str:
     """Reason of the idle time of a schedule, with its numbers."""
-    p, m, v = one.num_ranks, one.num_microbatches, one.virtual_stages
-    times = one.times
+    p, m, v = drawn.num_ranks, drawn.num_microbatches, drawn.virtual_stages
+    times = drawn.times
     both = v * (times.forward_s[0] + times.backward_input_s[0] + times.backward_weight_s[0])
     fill = (
         f"The first microbatch reaches rank {p - 1} only after {p - 1} other forwards, and its gradient returns to "
         f"rank 0 only after {p - 1} other backwards."
     )
-    if one.name == "naive":
+    if drawn.name == "naive":
         return f"{fill} Nothing else runs in between, so that one rank of {p} works at a time."
-    if SCHEDULE_FACTS[one.name].splits_backward:
+    if SCHEDULE_FACTS[drawn.name].splits_backward:
         return (
             f"{fill} Only the input gradient (I) is on that path. The weight gradient (W) is needed by no other rank, "
-            f"so that ranks run it where they would wait: {one.idle:g} of {p * one.length:g} rank units stay idle."
+            f"so that ranks run it where they would wait: {drawn.idle:g} of {p * drawn.length:g} rank units stay idle."
         )
     if v > 1:
         return (

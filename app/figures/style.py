@@ -90,13 +90,13 @@ def figure(traces: Iterable[dict[str, Any]], *, height: int, **layout: Any) -> F
             "paper_bgcolor": _CLEAR,
             "plot_bgcolor": _CLEAR,
             **layout,
-            **{name: _axis(own) for name, own in ({"xaxis": {}, "yaxis": {}} | axes).items()},
+            **{name: _axis(settings) for name, settings in ({"xaxis": {}, "yaxis": {}} | axes).items()},
         },
     }
 
 
-def _axis(own: dict[str, Any]) -> dict[str, Any]:
-    return _AXIS | own | ({"title": {"text": own["title"]}} if "title" in own else {})
+def _axis(settings: dict[str, Any]) -> dict[str, Any]:
+    return _AXIS | settings | ({"title": {"text": settings["title"]}} if "title" in settings else {})
 
 
 def bar(**values: Any) -> dict[str, Any]:

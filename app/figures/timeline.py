@@ -236,11 +236,11 @@ class _Step:
             return f"{op.name.partition(' ')[0]} ({_words(op.stream)})"
 
         program = self.simulated.program
-        found = self._of_alike(words).astype(object)
+        words_of_ops = self._of_alike(words).astype(object)
         has_own_name = np.array(["{action}" in name for name in program.names])[program.columns.name]
         for index in np.flatnonzero(has_own_name & ~program.on_stream(Stream.COMPUTE)).tolist():
-            found[index] = words(self.ops[index])
-        return found
+            words_of_ops[index] = words(self.ops[index])
+        return words_of_ops
 
     @cached_property
     def num_bytes(self) -> NDArray[np.int64]:
@@ -295,19 +295,19 @@ class _Piece:
 def _pieces(step: _Step, rank: int, *, on_compute: bool, by_action: bool) -> list[_Piece]:
     """Pieces of a rank's compute stream or of its communication: one per action, or one per operation."""
     program, times = step.simulated.program, step.times
-    own = program.rank_indices[rank]
-    own = own[(times.end_s[own] > times.start_s[own]) & (program.on_stream(Stream.COMPUTE, indices=own) == on_compute)]
-    own = own[np.argsort(times.start_s[own], kind="stable")]
-    if not len(own):
+    ops = program.rank_indices[rank]
+    ops = ops[(times.end_s[ops] > times.start_s[ops]) & (program.on_stream(Stream.COMPUTE, indices=ops) == on_compute)]
+    ops = ops[np.argsort(times.start_s[ops], kind="stable")]
+    if not len(ops):
         return []
-    begins = np.ones(len(own), np.bool_)
+    begins = np.ones(len(ops), np.bool_)
     if by_action:
         columns = (program.columns.stage, program.columns.action, program.columns.microbatch)
-        begins[1:] = np.any([column[own[1:]] != column[own[:-1]] for column in columns], axis=0)
+        begins[1:] = np.any([column[ops[1:]] != column[ops[:-1]] for column in columns], axis=0)
     firsts = np.flatnonzero(begins)
-    ends_s = np.maximum.reduceat(times.end_s[own], firsts).tolist()
-    indices, starts_s = own.tolist(), times.start_s[own[firsts]].tolist()
-    bounds = [*firsts.tolist(), len(own)]
+    ends_s = np.maximum.reduceat(times.end_s[ops], firsts).tolist()
+    indices, starts_s = ops.tolist(), times.start_s[ops[firsts]].tolist()
+    bounds = [*firsts.tolist(), len(ops)]
     return [_Piece(indices[bounds[i] : bounds[i + 1]], starts_s[i], ends_s[i]) for i in range(len(firsts))]
 
 

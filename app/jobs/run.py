@@ -132,6 +132,6 @@ class ServerRuns:
 @cache
 def runs() -> ServerRuns:
     """The server's runs; a run in progress ends with the server."""
-    found = ServerRuns()
-    atexit.register(found.close)
-    return found
+    server_runs = ServerRuns()
+    atexit.register(server_runs.close)
+    return server_runs

@@ -26,7 +26,7 @@ from app.figures.compared import (
     step_stacks,
 )
 from app.page import escaped, run_page
-from app.predictions import Headline, explained, sentences
+from app.predictions import Headline, explained
 from app.result_cache import awaited, begun
 from simplan.errors import SpecError
 from simplan.explain import Difference, difference
@@ -110,7 +110,7 @@ def _predicted(letter: str, document: Document) -> ComparedPlan:
     try:
         inputs = result_cache.worker_inputs(document)
     except SpecError as error:
-        return ComparedPlan(letter, sentences(error))
+        return ComparedPlan(letter, error.sentences)
     return awaited(f"predicting scenario {letter}", compared_plan, letter, *inputs)
 
 
@@ -186,11 +186,11 @@ def _fit(head: Headline) -> str:
 def _show_settings(documents: Mapping[str, Document]) -> None:
     """Settings that are not equal in all scenarios."""
     settings = {letter: _flat(document) for letter, document in documents.items()}
-    keys = sorted({key for one in settings.values() for key in one})
-    differ = [key for key in keys if len({one.get(key, "") for one in settings.values()}) > 1]
+    keys = sorted({key for values in settings.values() for key in values})
+    differ = [key for key in keys if len({values.get(key, "") for values in settings.values()}) > 1]
     if differ:
         with st.expander(counted(len(differ), "different setting")):
-            cells = [[escaped(key), *(escaped(one.get(key, "")) for one in settings.values())] for key in differ]
+            cells = [[escaped(key), *(escaped(values.get(key, "")) for values in settings.values())] for key in differ]
             st.markdown(format_table_markdown(["setting", *settings], cells))
 
 
@@ -209,9 +209,9 @@ def _show_differences(documents: Mapping[str, Document], letters: Sequence[str])
     first, *others = letters
     lines = []
     for letter in others:
-        one = difference(explanations[first], explanations[letter])
-        reason = " ".join(one.reasons(first, letter))
-        lines.append(f"- {_difference_sentence(one, first, letter)} {escaped(reason)}")
+        differing = difference(explanations[first], explanations[letter])
+        reason = " ".join(differing.reasons(first, letter))
+        lines.append(f"- {_difference_sentence(differing, first, letter)} {escaped(reason)}")
     st.markdown("\n".join(lines))
     second = others[0]
     if len(others) > 1:
@@ -224,39 +224,39 @@ def _show_differences(documents: Mapping[str, Document], letters: Sequence[str])
     _show_difference(difference(explanations[first], explanations[second]), (first, second))
 
 
-def _difference_sentence(found: Difference, first: str, second: str) -> str:
+def _difference_sentence(differing: Difference, first: str, second: str) -> str:
     """Difference of step time and memory in Markdown, with the groups that make it."""
-    one, two = found.first, found.second
-    more_bytes = two.device_bytes - one.device_bytes
-    longer, larger = ("longer" if found.step_time_s >= 0 else "shorter"), ("more" if more_bytes >= 0 else "less")
+    before, after = differing.first, differing.second
+    more_bytes = after.device_bytes - before.device_bytes
+    longer, larger = ("longer" if differing.step_time_s >= 0 else "shorter"), ("more" if more_bytes >= 0 else "less")
     time, memory = (
-        escaped(", ".join(difference_words(rows)) or "nothing differs") for rows in (found.time, found.memory)
+        escaped(", ".join(difference_words(rows)) or "nothing differs") for rows in (differing.time, differing.memory)
     )
     return (
-        f"Each step of {second} is **{format_time(abs(found.step_time_s))} {longer}** than that of {first} "
-        f"({found.step_time_s / one.step_time_s:+.1%}): {time}. "
+        f"Each step of {second} is **{format_time(abs(differing.step_time_s))} {longer}** than that of {first} "
+        f"({differing.step_time_s / before.step_time_s:+.1%}): {time}. "
         f"{second} uses **{format_bytes(abs(more_bytes))} {larger}** memory on its peak-memory rank: {memory}."
     )
 
 
-def _show_difference(found: Difference, names: tuple[str, str]) -> None:
+def _show_difference(differing: Difference, names: tuple[str, str]) -> None:
     """Figures and a table of the terms of both predictions."""
-    one, two = found.first, found.second
+    before, after = differing.first, differing.second
     panels = (
-        ("Time", f"{format_time(one.step_time_s)} and {format_time(two.step_time_s)}", found.time),
-        ("Memory", f"{device_memory_words(one)} and {device_memory_words(two)}", found.memory),
+        ("Time", f"{format_time(before.step_time_s)} and {format_time(after.step_time_s)}", differing.time),
+        ("Memory", f"{device_memory_words(before)} and {device_memory_words(after)}", differing.memory),
     )
     for column, (name, values, terms) in zip(st.columns(2, gap="medium"), panels, strict=True):
         with column:
             st.caption(f"{name}: {values}")
             title = f"{name.lower()} of two plans"
             show_figure(difference_figure(terms, names), title, alt=f"{name} of both plans by part", key=title)
-    rows = difference_rows([*found.time, *found.memory])
+    rows = difference_rows([*differing.time, *differing.memory])
     with st.expander(f"All {len(rows)} terms with their formulas"):
         show_table(rows)
     with st.container(horizontal=True):
         download("Terms", "difference of two plans", "csv", csv_text(rows))
-        download_report("difference of two plans", lambda: [json.loads(json_text(found.to_json()))])
+        download_report("difference of two plans", lambda: [json.loads(json_text(differing.to_json()))])
 
 
 if __name__ == "__main__":

@@ -102,8 +102,8 @@ def _show_lesson(name: str) -> None:
         st.warning("This plan has no prediction; the reason is below the figures.")
     else:
         st.markdown(bullets(sentences_of(lesson, now, first)))
-    one, two = st.columns(2, gap="medium")
-    for column, word, draw in ((one, "memory", memory_stacks), (two, "step", step_stacks)):
+    first_column, second_column = st.columns(2, gap="medium")
+    for column, word, draw in ((first_column, "memory", memory_stacks), (second_column, "step", step_stacks)):
         with column:
             alt = f"{word.capitalize()} over {lesson.axis.label}"
             show_figure(draw(plans, lesson.axis.label, _words(chosen)), f"{lesson.title} {word}", alt=alt)
@@ -142,33 +142,33 @@ def _show_schedules() -> None:
         with columns[3]:
             stages = remembered_choice("Stages per rank v", "lesson_v", (2, 3, 4), 2)
     times = _choose_times()
-    one = _timeline(name, ranks, microbatches, stages, times)
+    drawn = _timeline(name, ranks, microbatches, stages, times)
     about = (getdoc(SCHEDULES[name]) or "").split("\n\n")[:2]
     st.markdown(escaped(" ".join(" ".join(about).split())))
-    st.markdown(f"**Why the bubble.** {escaped(why_bubble(one))}")
+    st.markdown(f"**Why the bubble.** {escaped(why_bubble(drawn))}")
     until = remembered_choice(
         "Time",
         "lesson_time",
-        one.instants,
-        one.length,
+        drawn.instants,
+        drawn.length,
         widget=st.select_slider,
         format_func="{:g}".format,
         help="The schedule up to this time; arrow keys step through it",
     )
-    show_figure(schedule_figure(one, until), f"{name} schedule", alt=f"The schedule {name} on {ranks} ranks")
+    show_figure(schedule_figure(drawn, until), f"{name} schedule", alt=f"The schedule {name} on {ranks} ranks")
     bubble = SCHEDULE_FACTS[name].bubble if name != "interleaved_1f1b" or microbatches % ranks == 0 else None
     closed = None if bubble is None else bubble.formula
-    formula = f" Closed form {closed}." if closed and not one.times.send_s else ""
-    v = one.virtual_stages
+    formula = f" Closed form {closed}." if closed and not drawn.times.send_s else ""
+    v = drawn.virtual_stages
     of_stages, in_flight = (f", each stage 1/{v}", f": in one of {v} stages, one counts 1/{v}") if v > 1 else ("", "")
     st.caption(
-        f"Bubble fraction {format_percent(one.bubble_fraction)} of {one.length:g} units.{formula} All ranks take the "
-        f"times above{of_stages}; predictions use actual times. White space is the bubble; the number next to each "
+        f"Bubble fraction {format_percent(drawn.bubble_fraction)} of {drawn.length:g} units.{formula} All ranks take "
+        f"the times above{of_stages}; predictions use actual times. White space is the bubble; the number next to each "
         f"rank is its microbatches in flight{in_flight}. {label_words(several=v > 1)}."
     )
     rows = [
         {"rank": rank, "action": str(box.action), "start": box.start_s, "end": box.end_s}
-        for rank, row in enumerate(one.rows)
+        for rank, row in enumerate(drawn.rows)
         for box in row
     ]
     download("Table", f"{name} lesson", "csv", csv_text(rows), about="Actions with start and end")
@@ -215,7 +215,9 @@ def _show_missing() -> None:
         "predictions leave out:"
     )
     software = [catalog.software(name) for name in catalog.names("software")]
-    rows = [{"framework": one.id, "not modeled": feature} for one in software for feature in one.not_modelled]
+    rows = [
+        {"framework": profile.id, "not modeled": feature} for profile in software for feature in profile.not_modelled
+    ]
     show_table(rows, width="stretch")
     others = (
         *(f"the schedule {name}" for name in REFUSED_SCHEDULES),

@@ -74,15 +74,15 @@ def show() -> None:
         case "slow link":
             _show_slow_link(inputs, result)
         case "topology":
-            found = awaited("predicting the step with each topology", topologies, inputs[0])
-            _show_alternatives("topologies", found, result)
+            alternatives = awaited("predicting the step with each topology", topologies, inputs[0])
+            _show_alternatives("topologies", alternatives, result)
             st.caption("Choose one above to see its links. The dashed line is the step without a topology.")
         case "placement":
-            found = awaited("predicting the step with each placement", placements, inputs[0])
-            if len(found) < 2:
+            alternatives = awaited("predicting the step with each placement", placements, inputs[0])
+            if len(alternatives) < 2:
                 st.caption("The plan has one axis of several ranks, so that there is only one order.")
                 return
-            _show_alternatives("placements", found, result)
+            _show_alternatives("placements", alternatives, result)
             st.caption(
                 "Axes of several ranks, the innermost first; network: nodes of one switch follow each other. "
                 "The dashed line is the step of the scenario."
@@ -212,11 +212,11 @@ def _show_slow_link(inputs: tuple[str, int], result: NetworkResult) -> None:
     if not names:
         st.caption("No link has traffic: a slow one costs nothing.")
         return
-    one, two = st.columns(2, gap="medium")
-    with one:
+    left, right = st.columns(2, gap="medium")
+    with left:
         about = "In one direction. By default the link that delays communications most, else the busiest"
         link = remembered_choice("Link", _LINK, names, names[0], help=about)
-    with two:
+    with right:
         percent = remembered_choice(
             "Bandwidth that is left", "left", list(_LEFT), 50, widget=st.select_slider, format_func=_LEFT.get
         )
@@ -249,14 +249,14 @@ def _cost_row(cost: SlowLinkCost, step_time_s: float) -> dict[str, Any]:
     }
 
 
-def _show_alternatives(what: str, found: tuple[Alternative, ...], result: NetworkResult) -> None:
+def _show_alternatives(what: str, alternatives: tuple[Alternative, ...], result: NetworkResult) -> None:
     """Step time of each alternative, and the reasons of those without a prediction."""
-    figure = alternatives_figure(found, result.step_time_s)
+    figure = alternatives_figure(alternatives, result.step_time_s)
     show_figure(figure, f"step time of {what}", alt=f"Step time of the {what} by length")
-    refused = [each for each in found if each.refused]
+    refused = [alternative for alternative in alternatives if alternative.refused]
     if refused:
         with st.expander(f"{what.capitalize()} without a prediction ({len(refused)})"):
-            st.markdown(bullets(f"{each.name}: {each.refused}" for each in refused))
+            st.markdown(bullets(f"{alternative.name}: {alternative.refused}" for alternative in refused))
 
 
 if __name__ == "__main__":

@@ -159,12 +159,12 @@ def _start_words(start: Headline) -> str:
 
 def _show_fixes(document: dict[str, Any], inputs: tuple[str, int], job: Job) -> None:
     """Smallest changes with which the plan fits, each with a button that makes it."""
-    found = awaited("trying changes with which the plan fits", plan_fixes, *inputs)
+    changes = awaited("trying changes with which the plan fits", plan_fixes, *inputs)
     st.subheader("Smallest changes that fit", help="Each was predicted; changes of the same devices come first")
-    for number, fix in enumerate(found):
+    for number, fix in enumerate(changes):
         words = framework_words(job, fix.job) or fix.words
         _show_change(f"fix {number}", words, _fix_numbers(fix), applied(document, fix.changes))
-    if not found:
+    if not changes:
         st.markdown("No single change of the plan fits, and no pair of changes. **Search** evaluates all plans.")
         _show_other_jobs(document, inputs[1], job)
 
@@ -183,8 +183,8 @@ def _show_other_jobs(document: dict[str, Any], calibrated_at: int, job: Job) -> 
     if job.training.task == "pretrain" and "lora_rank" in FAMILIES[job.model.family].fields:
         tuned = with_value(document, ("training", "task"), "sft")
         with suppress(SimplanError):
-            found = awaited("trying adapters", plan_fixes, document_text(without_budget(tuned)), calibrated_at)
-            adapters = next((fix for fix in found if fix.job.training.task == "lora"), None)
+            changes = awaited("trying adapters", plan_fixes, document_text(without_budget(tuned)), calibrated_at)
+            adapters = next((fix for fix in changes if fix.job.training.task == "lora"), None)
     if adapters is not None:
         words = f"For fine-tuning: {adapters.words}"
         _show_change("fix adapters", words, _fix_numbers(adapters), applied(document, adapters.changes))
@@ -212,11 +212,11 @@ def _show_faster(document: dict[str, Any], inputs: tuple[str, int], job: Job) ->
     """Changes of one setting that make a plan that was read most faster, each with a button that makes it."""
     limit = SearchSpace().max_memory_fraction
     effects = awaited("trying changes of one setting", setting_effects, inputs[0], limit)
-    found = _fastest(effects)
+    fastest = _fastest(effects)
     st.subheader("Changes that make it faster", help="One setting each, predicted; all fit in 95 % of the memory")
-    if not found:
+    if not fastest:
         st.markdown("No change of one setting of the plan is faster and fits. **Search** evaluates all plans.")
-    for number, effect in enumerate(found):
+    for number, effect in enumerate(fastest):
         after = changed(document, effect.key, effect.value)
         words = framework_words(job, result_cache.scenario(after).job) or f"{effect.key}: {written(effect.value)}"
         numbers = (

@@ -17,19 +17,19 @@ from app.figures.scale import (
     DelayedRank,
     ScalePoint,
     place_on,
+    predicted_ways,
     scale_document,
     scale_figures,
     scale_rows,
     slow_figure,
     slow_ranks,
     sweep,
+    ways_figure,
     worth,
     worth_figure,
 )
-from app.figures.ways import predicted_ways, ways_figure
 from app.fitting import document_text
 from app.page import bullets, run_page
-from app.predictions import sentences
 from app.result_cache import awaited
 from simplan.errors import SpecError
 from simplan.io import json_text
@@ -61,12 +61,12 @@ def show() -> None:
     points = awaited("predicting every point", sweep, text, axis, batch == "follows")
     rows = scale_rows(points, budget, price)
     _show_curves(scenario, axis, points, rows, price)
-    one, two = st.columns(2, gap="medium")
-    with one:
+    first_column, second_column = st.columns(2, gap="medium")
+    with first_column:
         st.subheader("Sensitivity", help="Step time with 1 % more of each resource")
         worths = awaited("estimating sensitivities", worth, text)
         show_figure(worth_figure(worths), "sensitivity", alt="Saving by resource")
-    with two:
+    with second_column:
         slow = _show_slow(text)
     _show_ways(scenario, text)
     document = scale_document(scenario, axis, points, rows, worths, slow)
@@ -105,15 +105,15 @@ def _show_ways(scenario: Scenario, text: str) -> None:
     if not st.toggle("Predict every way", key="ways"):
         return
     try:
-        found = awaited("predicting every way", predicted_ways, text)
+        ways = awaited("predicting every way", predicted_ways, text)
     except SpecError as error:
-        st.info(sentences(error))
+        st.info(error.sentences)
         return
-    show_figure(ways_figure(found), f"{scenario.name} ways to train", alt="Step time of ways to train over bandwidth")
+    show_figure(ways_figure(ways), f"{scenario.name} ways to train", alt="Step time of ways to train over bandwidth")
     st.caption(
         "A step of one way may be worth fewer samples than that of another: `search.samples_factor` weighs them."
     )
-    refused = [curve for curve in found.curves if curve.refused]
+    refused = [curve for curve in ways.curves if curve.refused]
     if refused:
         with st.expander(f"{counted(len(refused), 'way')} without a prediction"):
             st.markdown(bullets(f"{curve.name}: {curve.refused}" for curve in refused))

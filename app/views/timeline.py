@@ -89,13 +89,13 @@ def show() -> None:
         download_report(f"{scenario.name} timeline", lambda: _predictions(plans))
 
 
-def _schedules(own: str) -> list[str]:
+def _schedules(of_plan: str) -> list[str]:
     """Selected schedules, by default that of the plan."""
     return remembered_choices(
         "Schedules",
         "schedules",
-        [own, *(name for name in SCHEDULE_FACTS if name != own)],
-        [own],
+        [of_plan, *(name for name in SCHEDULE_FACTS if name != of_plan)],
+        [of_plan],
         max_selections=_MAX_COMPARED,
         help="Schedules of the same plan, on one axis",
         placeholder="Schedule of the plan",

@@ -13,20 +13,10 @@ from numpy.typing import NDArray
 
 from benchmarks.losses.report import curves_of
 from simplan.report.drawings.accuracy_svg import COLOURS
-from simplan.report.drawings.svg import (
-    PAPER,
-    SOFT,
-    Element,
-    line,
-    night_style,
-    picture,
-    rect,
-    text,
-    written,
-)
+from simplan.report.drawings.svg import GRID, PAPER, SOFT, Element, line, page, rect, soft, text, written
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 960, 300, 56, 62, 24
-_GRID, _DASHES = "#d3d8de", "5 4"
+_DASHES = "5 4"
 _NUM_POINTS = 100
 _TITLE = "Loss of ways to train"
 
@@ -68,16 +58,16 @@ class _Panel:
         bottom, right = _TOP + _HEIGHT, self.left + self.width
         for tick in np.arange(math.floor(2 * self.least_loss) / 2, self.most_loss + 0.01, 0.5):
             y = self.y(float(tick))
-            yield line(self.left, y, right, y, _GRID, css="grid")
+            yield line(self.left, y, right, y, GRID)
             if is_first:
-                yield text(self.left - 6, y + 4, f"{tick:.1f}", size=12, colour=SOFT, anchor="end", css="soft")
+                yield soft(self.left - 6, y + 4, f"{tick:.1f}", anchor="end")
         for tick in _round_ticks(self.most):
-            yield line(self.x(tick), _TOP, self.x(tick), bottom, _GRID, css="grid")
-            yield text(self.x(tick), bottom + 16, f"{tick:,.0f}", size=12, colour=SOFT, anchor="middle", css="soft")
-        least = line(self.left, self.y(self.least_loss), right, self.y(self.least_loss), SOFT, css="soft")
+            yield line(self.x(tick), _TOP, self.x(tick), bottom, GRID)
+            yield soft(self.x(tick), bottom + 16, f"{tick:,.0f}", anchor="middle")
+        least = line(self.left, self.y(self.least_loss), right, self.y(self.least_loss), SOFT)
         least.set("stroke-dasharray", _DASHES)
         yield least
-        yield text((self.left + right) / 2, bottom + 36, label, size=12, colour=SOFT, anchor="middle", css="soft")
+        yield soft((self.left + right) / 2, bottom + 36, label, anchor="middle")
 
     def curve(self, drawn: _Line) -> Element:
         """Line of a way, with a tooltip."""
@@ -95,12 +85,8 @@ def figure(data: Mapping[str, Any]) -> str:
     most_loss = max(math.ceil(2 * each.losses[0]) / 2 for each in by_samples)
     width = (_WIDTH - _LEFT - _GAP - 16) / 2
     height = _TOP + _HEIGHT + 52 + 22 * math.ceil(len(by_samples) / 4)
-    root = picture(_TITLE, _WIDTH, height)
-    root.append(night_style())
-    root.append(rect(0, 0, _WIDTH, height, PAPER, css="paper"))
-    root.append(text(_LEFT, 24, _TITLE, size=16, bold=True, css="ink"))
     words = f"cross-entropy in nats, mean of all seeds; dashed: the best possible model, {data['least_loss']:.3f}"
-    root.append(text(_LEFT, 44, words, size=12, colour=SOFT, css="soft"))
+    root = page(_TITLE, _WIDTH, height, words, left=_LEFT)
     for number, (lines, label) in enumerate(((by_samples, "samples"), (by_seconds, "seconds of training"))):
         most = max(float(each.x[-1]) for each in lines)
         panel = _Panel(_LEFT + number * (width + _GAP), width, most, data["least_loss"], most_loss)
@@ -111,8 +97,8 @@ def figure(data: Mapping[str, Any]) -> str:
         left, top = _LEFT + column * 222, _TOP + _HEIGHT + 62 + 22 * row
         root.append(rect(left, top - 6, 18, 4, each.colour))
         if each.dashes:
-            root.append(rect(left + 6, top - 6, 6, 4, PAPER, css="paper"))
-        root.append(text(left + 24, top, each.way, size=12, css="ink"))
+            root.append(rect(left + 6, top - 6, 6, 4, PAPER))
+        root.append(text(left + 24, top, each.way))
     return written(root)
 
 

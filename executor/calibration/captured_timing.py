@@ -103,12 +103,12 @@ class _ModuleBench:
         for masters in self._masters.values():
             zero_gradients(masters)  # weights stay: fitted to one batch, they would have gradients too small for CPUs
         for key, number in self._num_layers.items():
-            found, masters = self.seconds[key], self._masters.get(key, [])
+            seconds, masters = self.seconds[key], self._masters.get(key, [])
             gather_s, reduce_s = self._sharded[key].seconds(self._watch)
-            found["gather_copy"].append(gather_s)
-            found["reduce_copy"].append(reduce_s)
-            found["scale"].append(self._watch(divide_gradients, masters, _SCALE) / number)
-            found["optimizer"].append(self._watch(self._optimize, key) / number)
+            seconds["gather_copy"].append(gather_s)
+            seconds["reduce_copy"].append(reduce_s)
+            seconds["scale"].append(self._watch(divide_gradients, masters, _SCALE) / number)
+            seconds["optimizer"].append(self._watch(self._optimize, key) / number)
 
     def timings(self, num_ranks: int) -> list[LayerTiming]:
         """The timings of all ranks, a record for each different layer; every rank must call this."""
@@ -195,11 +195,11 @@ class _Crossings:
 
     def _spans(self, marks: Sequence[Any]) -> list[float]:
         """Seconds between marks; a layer without a mark has an equal share of the span that it is in."""
-        found: list[float] = []
+        spans_s: list[float] = []
         known = [place for place, mark in enumerate(marks) if mark is not None]
         for low, high in pairwise(known):
-            found += [max(0.0, self._seconds(marks[low], marks[high])) / (high - low)] * (high - low)
-        return found
+            spans_s += [max(0.0, self._seconds(marks[low], marks[high])) / (high - low)] * (high - low)
+        return spans_s
 
     def _entered(self, number: int) -> Callable[..., None]:
         def entered(module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:

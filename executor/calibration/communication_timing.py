@@ -219,10 +219,10 @@ def collectives_of(
     )
 
 
-def _gather(like: Tensor, own: slice, group: dist.ProcessGroup) -> None:
+def _gather(like: Tensor, part: slice, group: dist.ProcessGroup) -> None:
     """A gather as FSDP makes it: in place, into a buffer that is allocated each time."""
     whole = torch.empty_like(like)
-    dist.all_gather_into_tensor(whole, whole[own], group=group)
+    dist.all_gather_into_tensor(whole, whole[part], group=group)
 
 
 def _pass_on(sent: Tensor, received: Tensor, to: int, source: int, group: dist.ProcessGroup) -> None:

@@ -166,8 +166,8 @@ class _Pool:
 def kernel_probes(dtype: torch.dtype, device: torch.device, sizes: GridSizes) -> Iterator[Probe]:
     """Every kernel at every size."""
     pool = _Pool(4 * sizes.max_elements, dtype, device)
-    one = torch.zeros(1, device=device)
-    yield Probe("launch", (1,), lambda _: one.add_(1))
+    number = torch.zeros(1, device=device)
+    yield Probe("launch", (1,), lambda _: number.add_(1))
     for rows, columns, depth in product(sizes.dims, repeat=3):
         largest = max(rows * depth, columns * depth, rows * columns)
         if rows * columns * depth <= sizes.max_volume and largest <= sizes.max_elements:

@@ -192,7 +192,7 @@ class ReferenceMatmul:
     @property
     def held_bytes(self) -> int:
         """Bytes of the device between two calls of ``time_once``."""
-        return sum(each.nbytes for each in self._matrices or ())
+        return sum(matrix.nbytes for matrix in self._matrices or ())
 
     def _make_matrices(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         size, dtype = _MATMULS[self.device.type]

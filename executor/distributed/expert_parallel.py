@@ -42,8 +42,8 @@ def own_experts(whole: Tensor, name: str, dims: ParallelDims) -> Tensor:
     Args:
         whole: Unsharded matrices, (experts, outputs, inputs).
     """
-    own = whole.chunk(dims.ep.size, 0)[dims.ep.rank]
-    return dims.own_part(own, _WIDTHS[name]) if dims.shard.etp > 1 else own
+    part = whole.chunk(dims.ep.size, 0)[dims.ep.rank]
+    return dims.own_part(part, _WIDTHS[name]) if dims.shard.etp > 1 else part
 
 
 def _given(x: Tensor, dims: ParallelDims) -> Tensor:

@@ -101,9 +101,9 @@ class TiedWeights:
         assert [*map(len, ends)] == [*map(len, self._copies)]
         match ends:
             case [first, second]:  # both ends are on this rank
-                for own, other in zip(first, second, strict=True):
-                    own.add_(other)
-                    other.copy_(own)
+                for of_first, of_second in zip(first, second, strict=True):
+                    of_first.add_(of_second)
+                    of_second.copy_(of_first)
             case [[gradient]]:
                 self._ends.all_reduce(gradient)
             case [gradients] if gradients:

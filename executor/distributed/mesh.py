@@ -341,16 +341,16 @@ def _apart(ranks: tuple[int, ...], rank: int, recorder: Recorder) -> Peers:
     return Peers(len(ranks), ranks.index(rank), ranks, None, recorder)
 
 
-def fill_from_own(kind: Literal["reduce_scatter", "all_to_all"], result: Tensor, given: Tensor, rank: int) -> None:
+def fill_from_own(kind: Literal["reduce_scatter", "all_to_all"], result: Tensor, sent: Tensor, rank: int) -> None:
     """Fills the result of a collective without other ranks from what this rank gave.
 
     torch's fake process group leaves the result as it was allocated before torch 2.13. Weights trained on that are soon
     not finite, and times of such weights stand for no training.
     """
-    own, given = result.view(-1), given.reshape(-1)
-    start = rank * own.numel() if kind == "reduce_scatter" else 0
-    found = given[start : start + own.numel()]
-    own[: found.numel()].copy_(found)
+    flat, sent = result.view(-1), sent.reshape(-1)
+    start = rank * flat.numel() if kind == "reduce_scatter" else 0
+    part = sent[start : start + flat.numel()]
+    flat[: part.numel()].copy_(part)
 
 
 class RecordedGroup(dist.ProcessGroup):
@@ -409,12 +409,12 @@ class RecordedGroup(dist.ProcessGroup):
         names = "all_gather_single_coalesced", "allgather_into_tensor_coalesced"
         return self._issue("all_gather", gathered, names, gathered, parts, opts)
 
-    def reduce_scatter_single_coalesced(self, own: list[Tensor], parts: list[Tensor], opts: Any = None) -> dist.Work:
+    def reduce_scatter_single_coalesced(self, shards: list[Tensor], parts: list[Tensor], opts: Any = None) -> dist.Work:
         """Own part of the sum."""
         names = "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
-        work = self._issue("reduce_scatter", parts, names, own, parts, opts)
+        work = self._issue("reduce_scatter", parts, names, shards, parts, opts)
         if self._alone:
-            for part, whole in zip(own, parts, strict=True):
+            for part, whole in zip(shards, parts, strict=True):
                 fill_from_own("reduce_scatter", part, whole, self.rank())
         return work
 

@@ -72,16 +72,16 @@ def with_fp8_linears(module: nn.Module, layer: LayerSpec, recipe: Fp8Recipe = DE
     """
     names = {gemm.name for gemm in linears(layer)}
     called = {path: path if path in names else _last(path) for path, _ in module.named_modules()}
-    found = {path: name for path, name in called.items() if name in names}
-    assert set(found.values()) == names, names
-    if not found:
+    paths_of_linears = {path: name for path, name in called.items() if name in names}
+    assert set(paths_of_linears.values()) == names, names
+    if not paths_of_linears:
         return module
     with _quiet():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = Float8LinearConfig.from_recipe_name(recipe)
-        convert_to_float8_training(module, module_filter_fn=lambda _, path: path in found, config=config)
-    for path in found:
+        convert_to_float8_training(module, module_filter_fn=lambda _, path: path in paths_of_linears, config=config)
+    for path in paths_of_linears:
         module.get_submodule(path).register_forward_pre_hook(_cast_input)
     return module
 

@@ -49,28 +49,30 @@ def split_layer(layer: nn.Module, dims: ParallelDims) -> None:
 
 def _plan(modules: dict[str, nn.Module], dims: ParallelDims) -> dict[str, ParallelStyle]:
     """Parallel style of every submodule of a layer, by its name in ``executor.models``."""
-    own: Placement = Shard(_TOKENS) if dims.splits_tokens else Replicate()
-    gathered = PrepareModuleInput(input_layouts=(own,), desired_input_layouts=(Replicate(),))
+    tokens_placement: Placement = Shard(_TOKENS) if dims.splits_tokens else Replicate()
+    gathered = PrepareModuleInput(input_layouts=(tokens_placement,), desired_input_layouts=(Replicate(),))
 
     def columns(*names: str, of: Placement | None = None) -> dict[str, ParallelStyle]:
         style = ColwiseParallel(input_layouts=of or Replicate())
         return {name: _with_adapters(style, modules.get(name)) for name in names}
 
     def rows(*names: str) -> dict[str, ParallelStyle]:
-        return {name: _with_adapters(RowwiseParallel(output_layouts=own), modules.get(name)) for name in names}
+        return {
+            name: _with_adapters(RowwiseParallel(output_layouts=tokens_placement), modules.get(name)) for name in names
+        }
 
-    plan: dict[str, ParallelStyle] = {"wte": VocabularyParallel(dims.tp.rank, own)}
-    plan |= columns("lm_head", "head", of=own)
+    plan: dict[str, ParallelStyle] = {"wte": VocabularyParallel(dims.tp.rank, tokens_placement)}
+    plan |= columns("lm_head", "head", of=tokens_placement)
     if "block.self_attn" in modules:  # transformers' names
-        before, after = ({"hidden_states": placement} for placement in (own, Replicate()))
+        before, after = ({"hidden_states": placement} for placement in (tokens_placement, Replicate()))
         by_name = PrepareModuleInput(input_kwarg_layouts=before, desired_input_kwarg_layouts=after)
         plan |= {"block.self_attn": by_name, "block.mlp": gathered}
         plan |= columns(*(f"block.self_attn.{name}_proj" for name in "qkv"))
         plan |= columns("block.mlp.gate_proj", "block.mlp.up_proj")
         return plan | rows("block.self_attn.o_proj", "block.mlp.down_proj")
     if "attention.kv_b" in modules:  # narrow vectors are gathered, not hidden states
-        plan |= {"attention.shared_key": SharedByHeads(own)}
-        plan |= columns("attention.q", "attention.q_b", "attention.kv_b", of=own)
+        plan |= {"attention.shared_key": SharedByHeads(tokens_placement)}
+        plan |= columns("attention.q", "attention.q_b", "attention.kv_b", of=tokens_placement)
     else:
         plan |= {"attention": gathered, **columns("attention.qkv", *(f"attention.{name}" for name in "qkv"))}
     mlp = "mlp.shared" if "mlp.router" in modules else "mlp"
@@ -110,9 +112,9 @@ class VocabularyParallel(ParallelStyle):
 
     def _look_up(self, embedding: nn.Embedding, mesh: DeviceMesh, tokens: Tensor) -> Tensor:
         weight = _local(embedding.weight)
-        own = tokens - self._rank * len(weight)
-        foreign = (own < 0) | (own >= len(weight))
-        x = functional.embedding(own.masked_fill_(foreign, 0), weight)
+        rows = tokens - self._rank * len(weight)
+        foreign = (rows < 0) | (rows >= len(weight))
+        x = functional.embedding(rows.masked_fill_(foreign, 0), weight)
         parts = _placed(x.masked_fill_(foreign.unsqueeze(-1), 0.0), Partial(), mesh)
         return parts.redistribute(placements=(self._output_layouts,)).to_local()
 
@@ -189,9 +191,9 @@ def _matmul(linear: nn.Linear, split: Placement, mesh: DeviceMesh, x: DTensor) -
     output: Any = functional.linear(x, weight, bias)
     if isinstance(linear, LoraLinear):
         by_columns = split == _COLUMNS
-        own = x.to_local(grad_placements=(Partial(),) if by_columns else x.placements)
+        inputs = x.to_local(grad_placements=(Partial(),) if by_columns else x.placements)
         placements = output.placements if by_columns else (Replicate(),)  # all ranks have the gradient of a sum
-        narrow = functional.linear(linear.dropped(own), _local(linear.lora_a.weight))
+        narrow = functional.linear(linear.dropped(inputs), _local(linear.lora_a.weight))
         adapted = linear.adapted(output.to_local(grad_placements=placements), narrow, _local(linear.lora_b.weight))
         output = DTensor.from_local(adapted, output.device_mesh, output.placements, run_check=False)
     return output  # type: ignore[no-any-return]

@@ -257,10 +257,10 @@ def _known(trainer: Trainer, *, on_host: bool) -> dict[int, MemoryCategory]:
         on_host: Optimizer states and FSDP's shards are on the host.
     """
     weights, gradients, states = [_C.HOST] * 3 if on_host else (_C.PARAMETERS, _C.GRADIENTS, _C.OPTIMIZER)
-    found: dict[int, MemoryCategory] = {}
+    categories: dict[int, MemoryCategory] = {}
 
     def note(category: MemoryCategory, *tensors: Tensor | None) -> None:
-        found.update((_storage_key(tensor), category) for tensor in tensors if tensor is not None)
+        categories.update((_storage_key(tensor), category) for tensor in tensors if tensor is not None)
 
     note(_C.BUFFERS, *trainer.sent)
     for optimizer in trainer.local_optimizers:
@@ -279,7 +279,7 @@ def _known(trainer: Trainer, *, on_host: bool) -> dict[int, MemoryCategory]:
             if id(parameter) not in gathered:
                 note(_C.PARAMETERS, parameter)
                 note(_C.GRADIENTS, parameter.grad)
-    return found
+    return categories
 
 
 def _fsdp_parameters(whole: nn.Module) -> Iterator[Any]:

@@ -149,7 +149,7 @@ def _action_times(
         for span in record.spans:
             inside = [end_s - start_s for start_s, end_s in moved if span.start_s <= start_s and end_s <= span.end_s]
             seconds[span.action].append(max(0.0, span.end_s - span.start_s - sum(inside)))
-    return tuple(ActionTime(action=action, seconds=tuple(found)) for action, found in seconds.items())
+    return tuple(ActionTime(action=action, seconds=tuple(times_s)) for action, times_s in seconds.items())
 
 
 @contextmanager

@@ -95,9 +95,9 @@ class FaultInjector:
                 heard = json.loads(told)
                 self._coming.append(_Coming(Fault(**heard["fault"]), tuple(heard["ranks"]), heard["meeting"]))
         # those of other ranks are of earlier ones, which have ended, or of ranks that this node is about to start
-        now = [each for each in self._coming if each.meeting == self._meeting]
-        hit = [each for each in now if self._hit(each.fault, each.ranks)]
-        self._coming = [each for each in self._coming if each not in hit]
+        now = [coming for coming in self._coming if coming.meeting == self._meeting]
+        hit = [coming for coming in now if self._hit(coming.fault, coming.ranks)]
+        self._coming = [coming for coming in self._coming if coming not in hit]
 
     def _begin(self, beats: Beats) -> None:
         if not self._has_begun and any(beat is not None and is_action(beat.doing) for beat in beats.values()):

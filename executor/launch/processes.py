@@ -28,15 +28,15 @@ def is_ours(pid: int) -> bool:
 
 def children_by_rank() -> dict[int, int]:
     """Processes that this one has started as ranks, by torchrun's number, which is in their environment as RANK."""
-    found = {}
+    children = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and status(int(folder.name))[1] == os.getpid():
             with suppress(OSError):
                 for variable in (folder / "environ").read_bytes().split(b"\0"):
                     name, _, value = variable.partition(b"=")
                     if name == b"RANK" and value.isdigit():
-                        found[int(value)] = int(folder.name)
-    return found
+                        children[int(value)] = int(folder.name)
+    return children
 
 
 def status(pid: int) -> tuple[str, int]:

@@ -126,6 +126,6 @@ class ReplicaAgent(Agent):
             **self._roster.environment(incarnation),
         }
         envs = {k: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank - first)} for k, rank in enumerate(ranks)}
-        own = Logs(Path(logs.root_log_dir) / name, logs.on_start)
+        logs_of_replica = Logs(Path(logs.root_log_dir) / name, logs.on_start)
         arguments = ["-u", "-m", "executor.launch.rank", launch.module, *launch.args]
-        return self.start(launch, own, arguments, envs)
+        return self.start(launch, logs_of_replica, arguments, envs)

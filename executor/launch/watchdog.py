@@ -228,7 +228,7 @@ def late_in_p2p(dumps: Mapping[int, Mapping[str, Any]], start: int | None = None
             ranks within their group.
         start: Rank that holds others up in a collective; None to begin at any rank that waits in a transfer.
     """
-    waits = {rank: found for rank, dump in dumps.items() if (found := _pending_transfer(dump)) is not None}
+    waits = {rank: pending for rank, dump in dumps.items() if (pending := _pending_transfer(dump)) is not None}
     at = next(iter(sorted(waits)), None) if start is None else start
     seen: list[int] = []
     while at in waits and at not in seen:
@@ -246,12 +246,12 @@ _TRANSFER = re.compile(r"nccl:(send|recv) (\d+)(?:->|<-)(\d+)", re.ASCII)
 def _pending_transfer(dump: Mapping[str, Any]) -> tuple[int, str] | None:
     """Peer and name of the oldest transfer of a rank that has not completed; None if there is none."""
     for entry in dump.get("entries", ()):
-        found = _TRANSFER.fullmatch(str(entry.get("profiling_name")))
-        if found is None or not entry.get("is_p2p") or entry.get("retired", entry.get("state") == "completed"):
+        transfer = _TRANSFER.fullmatch(str(entry.get("profiling_name")))
+        if transfer is None or not entry.get("is_p2p") or entry.get("retired", entry.get("state") == "completed"):
             continue
         members = _members(dump, entry["process_group"][0])
-        if int(found[3]) < len(members):
-            return members[int(found[3])], found[0]
+        if int(transfer[3]) < len(members):
+            return members[int(transfer[3])], transfer[0]
     return None
 
 

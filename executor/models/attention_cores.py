@@ -82,8 +82,8 @@ class StageContext:
     def own_positions(self) -> Tensor:
         """Positions in their documents of the tokens that this rank has between attention and MLP, int64."""
         positions = self._positions()
-        own = self._dims.own_part(positions, 0) if self._dims.splits_tokens else positions
-        return own.to(self.device, copy=True)
+        of_rank = self._dims.own_part(positions, 0) if self._dims.splits_tokens else positions
+        return of_rank.to(self.device, copy=True)
 
     def _positions(self) -> Tensor:
         """Position in its document of each of this rank's tokens, (seq_len / cp) int64."""

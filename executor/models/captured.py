@@ -114,11 +114,11 @@ class CapturedPart(CapturedStage):
         """See ``Stage.joined``; a second copy of a weight that two stages share has a name of its own."""
         if not others:
             return self
-        found = Stage(())
+        joined = Stage(())
         for stage in (self, *others):
             for name, tensor in _named_tensors(stage):
                 *path, attribute = name.split(".")
-                owner: nn.Module = found
+                owner: nn.Module = joined
                 for word in path:
                     if word not in owner._modules:
                         owner.add_module(word, nn.Module())
@@ -130,7 +130,7 @@ class CapturedPart(CapturedStage):
                     owner.register_parameter(f"{attribute}_of_last_stage", tensor)
                 else:
                     owner.register_parameter(attribute, tensor)
-        return found
+        return joined
 
     def drop_others(self, layers: Sequence[LayerSpec]) -> None:
         """Drops the weights and buffers of other stages."""
@@ -233,12 +233,12 @@ def _named_specs(
     model: CapturedModel, layers: Sequence[LayerSpec], layer_range: Iterable[int]
 ) -> dict[str, ParameterSpec]:
     """ParameterSpecs of some layers by name in the whole module; a weight that several layers use is there once."""
-    found: dict[str, ParameterSpec] = {}
+    specs: dict[str, ParameterSpec] = {}
     for index in layer_range:
         path = model.module_of(index)
         for said in layers[index].parameters:
-            found.setdefault(f"{path}.{said.name}" if path and not said.in_root else said.name, said)
-    return found
+            specs.setdefault(f"{path}.{said.name}" if path and not said.in_root else said.name, said)
+    return specs
 
 
 def _adapters(model: CapturedModel, layers: Sequence[LayerSpec]) -> dict[str, tuple[ParameterSpec, ParameterSpec]]:
@@ -271,19 +271,19 @@ def _part(
     for part, after in zip(parts, cut.boundaries[1:-1], strict=False):
         _check_sent(part, model, layers[after - 1], after, cut)
     layer_range = range(*cut.boundaries[cut.stage : cut.stage + 2])
-    own = CapturedPart(whole, parts[cut.stage], layer_range, splits_backward=cut.splits_backward)
-    own.drop_others(layers)
-    return own
+    captured_part = CapturedPart(whole, parts[cut.stage], layer_range, splits_backward=cut.splits_backward)
+    captured_part.drop_others(layers)
+    return captured_part
 
 
 def _check_sent(part: CallsPart, model: CapturedModel, before: LayerSpec, layer: int, cut: StageCut) -> None:
     """Raises a NotModelledError unless the tensors between two stages are those of the capture."""
-    found = [math.prod(sent.shape) for sent in part.sent]
+    sizes = [math.prod(sent.shape) for sent in part.sent]
     tensors = [before.tensors[name] for name in before.outputs]
     wanted = [tensor.elements * (1 if tensor.per_microbatch else cut.num_samples) for tensor in tensors]
-    if found != wanted:
+    if sizes != wanted:
         place = f"where it comes to {model.starts[layer]!r}"
-        rule = f"cut {place}, the module hands on tensors of {found} elements, and its capture has {wanted}"
+        rule = f"cut {place}, the module hands on tensors of {sizes} elements, and its capture has {wanted}"
         raise NotModelledError(Problem(field="plan.pp", rule=rule, fix="capture the module again, or use 1"))
 
 
@@ -340,7 +340,7 @@ class CapturedData:
             return called(_FIELD, self._reference, self._function, num_samples)
 
     def _random(self, num_samples: int) -> dict[str, Tensor]:
-        return {given.name: _drawn(given, num_samples) for given in self._model.inputs}
+        return {tensor.name: _drawn(tensor, num_samples) for tensor in self._model.inputs}
 
 
 def _batch_of_images(model: CapturedModel, images: CapturedImages) -> Callable[[int], Any]:
@@ -361,11 +361,11 @@ def moved(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
     return tree_map(move, batch)
 
 
-def _drawn(given: CapturedInput, num_samples: int) -> Tensor:
-    shape, dtype = (num_samples, *given.shape), getattr(torch, given.dtype)
+def _drawn(spec: CapturedInput, num_samples: int) -> Tensor:
+    shape, dtype = (num_samples, *spec.shape), getattr(torch, spec.dtype)
     if dtype.is_floating_point:
         return torch.randn(shape, dtype=dtype)
-    return torch.randint(max(1, given.high), shape).to(dtype)
+    return torch.randint(max(1, spec.high), shape).to(dtype)
 
 
 def _seed(seed: int) -> None:

@@ -106,8 +106,8 @@ class Stage(nn.Module):
         x: Any = inputs if len(inputs) > 1 else inputs[0]
         for layer in self.layers.values():
             x = layer(x)
-        given: Tensor | tuple[Tensor, ...] = x
-        return given
+        passed: Tensor | tuple[Tensor, ...] = x
+        return passed
 
     def with_specs(self, layers: Sequence[LayerSpec]) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:
         """Parameters by name, each with its ParameterSpec; the stage may be sharded by FSDP.
@@ -237,17 +237,17 @@ def split_dimensions(stage: Stage, job: RunSpec) -> dict[str, int]:
     }
 
 
-def own_weight(whole: Tensor, name: str, own: Tensor, dims: ParallelDims) -> Tensor:
+def own_weight(whole: Tensor, name: str, shard: Tensor, dims: ParallelDims) -> Tensor:
     """This rank's shard of a weight.
 
     Args:
         name: Name of the parameter inside its layer.
-        own: Tensor with the shape of the shard; dimensions smaller than in ``whole`` are split.
+        shard: Tensor with the shape of the shard; dimensions smaller than in ``whole`` are split.
     """
     module = name.split(".")[-2] if "." in name else ""
     if module.startswith("experts_"):
         return own_experts(whole, module, dims)
-    for dim, (size, part) in enumerate(zip(whole.shape, own.shape, strict=True)):
+    for dim, (size, part) in enumerate(zip(whole.shape, shard.shape, strict=True)):
         if part < size:
             whole = dims.own_part(whole, dim)
     return whole
@@ -280,15 +280,15 @@ def _draw_weights(layer: nn.Module, spec: ModelSpec, layer_index: int, seed: int
         source = (layer_index, number)
         if name == "lm_head.weight" and spec.layers[layer_index].tied:
             source = (0, 0)  # the embedding's wte.weight
-        own = parameter.detach()
-        own = own.to_local() if isinstance(own, DTensor) else own
+        weight = parameter.detach()
+        weight = weight.to_local() if isinstance(weight, DTensor) else weight
         if parameter.dim() == 1:
-            own.fill_(1.0 if name.endswith(("weight", "magnitude")) else 0.0)
+            weight.fill_(1.0 if name.endswith(("weight", "magnitude")) else 0.0)
         elif seed is None:
-            own.normal_(0.0, _INIT_STD)
+            weight.normal_(0.0, _INIT_STD)
         else:
             generator = torch.Generator().manual_seed((seed * 100_003 + source[0]) * 101 + source[1])
             # expert-parallel experts are not DTensors
             shape = specs[number].shape if ".experts_" in name else parameter.shape
             whole = torch.empty(shape).normal_(0.0, _INIT_STD, generator=generator)
-            own.copy_(own_weight(whole, name, own, dims))
+            weight.copy_(own_weight(whole, name, weight, dims))

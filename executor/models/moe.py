@@ -119,10 +119,10 @@ class ExpertMlp(nn.Module):
             routing = route(chosen, self._num_experts, places)
             self._count(routing.loads)
         # sent and received tensors have no name, so that they are freed as early as possible
-        given = self.to_experts(
+        dispatched = self.to_experts(
             x.flatten(0, 1).index_select(0, routing.sources).view(self._num_experts, batch * places, width)
         )
-        picked = self.from_experts(self._experts(given)).flatten(0, 1).index_select(0, routing.slots)
+        picked = self.from_experts(self._experts(dispatched)).flatten(0, 1).index_select(0, routing.slots)
         picked = picked.view(batch * tokens, self._top_k, width)
         weights = weights.flatten(0, 1).to(picked.dtype)
         weights = weights.masked_fill(routing.dropped.view_as(weights), 0.0)

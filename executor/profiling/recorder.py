@@ -258,8 +258,8 @@ class Recorder:
         if wrong := [loss for loss in losses if not math.isfinite(loss)]:
             raise RunError(f"the loss of step {self._step} is {wrong[0]}: try precision fp32 or bf16")
 
-        def measured(found: tuple[Action, Stamp, Stamp], kind: SpanKind) -> MeasuredSpan:
-            action, start, end = found
+        def measured(ran: tuple[Action, Stamp, Stamp], kind: SpanKind) -> MeasuredSpan:
+            action, start, end = ran
             return MeasuredSpan(action=str(action), kind=kind, start_s=seconds(start), end_s=seconds(end))
 
         return StepRecord(

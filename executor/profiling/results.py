@@ -213,7 +213,7 @@ def measured_workers(steps: Sequence[Sequence[StepRecord]], steady: Sequence[int
     updates = [update for record in among for update in record.updates]
     staleness = sorted(update.staleness for update in updates)
     sent = [record.collectives for index in steady for record in steps[index]]
-    total = sum(each.num_bytes for collectives in sent for each in collectives if each.kind == "send")
+    total = sum(collective.num_bytes for collectives in sent for collective in collectives if collective.kind == "send")
     return MeasuredWorkers(
         num_updates=len(updates),
         staleness_mean=statistics.fmean(staleness),

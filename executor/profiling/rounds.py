@@ -36,8 +36,8 @@ class ElasticSteps:
             records: Records by global rank; of a repeated step, the last counts.
         """
         num_ranks = job.plan.num_devices // job.plan.dp_replicate
-        by_step = {rank: {record.step: record for record in own} for rank, own in records.items()}
-        everyone = [record for own in by_step.values() for record in own.values()]
+        by_step = {rank: {record.step: record for record in of_rank} for rank, of_rank in records.items()}
+        everyone = [record for of_rank in by_step.values() for record in of_rank.values()]
         ends = {record.step + 1: record.members for record in everyone if record.members}
         has_workers = job.plan.replication is not None and job.plan.replication.has_workers
         if has_workers:  # each step is a round of those who took it
@@ -73,7 +73,7 @@ class ElasticSteps:
         Args:
             num_ranks: Ranks with records.
         """
-        everyone, found = tuple(range(job.plan.dp_replicate)), list[int]()
+        everyone, steady = tuple(range(job.plan.dp_replicate)), list[int]()
         before = everyone
         for measured in self.rounds:
             begin = measured.end_step - job.plan.round_steps
@@ -84,14 +84,14 @@ class ElasticSteps:
                 if not any(record.is_warmup for record in step)
             ]
             if before == measured.replicas == everyone and len(of_round) == job.plan.round_steps:
-                found += of_round
+                steady += of_round
             before = measured.replicas
-        return found
+        return steady
 
     @property
     def sentences(self) -> list[str]:
         """Sentences on who left and joined, for the user."""
-        found = []
+        sentences = []
         for before, after in zip(self.rounds, self.rounds[1:], strict=False):
             left, came = sorted({*before.replicas} - {*after.replicas}), sorted({*after.replicas} - {*before.replicas})
             of_round = f"the round of steps {before.end_step + 1} to {after.end_step}"
@@ -99,10 +99,10 @@ class ElasticSteps:
             with_those = f"with {counted(len(after.replicas), 'replica')}"
             if left:
                 lost = f"it took {format_time(after.seconds)}, and the one before {format_time(before.seconds)}"
-                found.append(f"{_named(left)} left in {of_round}, which went on {with_those}: {lost}")
+                sentences.append(f"{_named(left)} left in {of_round}, which went on {with_those}: {lost}")
             if came:
-                found.append(f"{_named(came)} came back for {of_round}, {with_those}")
-        return found
+                sentences.append(f"{_named(came)} came back for {of_round}, {with_those}")
+        return sentences
 
 
 def time_of_updates(step: Sequence[StepRecord]) -> float:

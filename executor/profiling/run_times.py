@@ -46,13 +46,13 @@ class Logged(Spec):
 
 def read_log(out_dir: Path) -> list[Logged]:
     """The log in a folder, without lines that were cut short by the end of a rank."""
-    file, found = out_dir / LOG_FILE, []
+    file, entries = out_dir / LOG_FILE, []
     for line in file.read_text().splitlines() if file.exists() else ():
         try:
-            found.append(Logged.model_validate_json(line))
+            entries.append(Logged.model_validate_json(line))
         except ValidationError:
             continue
-    return found
+    return entries
 
 
 def forget_log(out_dir: Path) -> None:
@@ -168,7 +168,9 @@ def _attempts(
     for launched in reversed(launches):
         until_s = math.inf if following is None else following.start_s
         mine = [entry for entry in log if launched.start_s <= entry.end_s < until_s]
-        faults = [each for each in happened if launched.start_s <= each.time_s < until_s and each.fault.kind != "slow"]
+        faults = [
+            fault for fault in happened if launched.start_s <= fault.time_s < until_s and fault.fault.kind != "slow"
+        ]
         ended_by = faults[-1] if faults and following is not None else None
         attempts.append(_Attempt(launched, following, mine, ended_by, kept))
         kept, following = min(kept, mine[0].step if mine else math.inf), launched

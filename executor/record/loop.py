@@ -240,7 +240,7 @@ class LoopRecorder:
 
     def _see_gradients(self, *_: object) -> None:
         if self._module is not None:
-            gradients = (each.grad for each in self._module.parameters() if each.grad is not None)
+            gradients = (parameter.grad for parameter in self._module.parameters() if parameter.grad is not None)
             self._states[_C.GRADIENTS] = sum(_bytes_of(gradients))
 
     def _num_module_bytes(self) -> int:
@@ -248,7 +248,7 @@ class LoopRecorder:
         if self._module is None:
             return 0
         parameters = list(self._module.parameters())
-        gradients = [each.grad for each in parameters if each.grad is not None]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return sum(_bytes_of([*parameters, *gradients, *self._module.buffers()]))
 
     def _optimizer_states(self) -> Iterator[Tensor]:

@@ -27,7 +27,7 @@ class LayerBoundaries:
     def watch(self, stage: Stage) -> None:
         """Adds the hooks to a stage."""
 
-        def reached(*given: Any) -> None:
+        def reached(*_: Any) -> None:
             self.compute_longer(self._leave)
 
         for layer in stage.layers.values():

@@ -112,9 +112,9 @@ class DataReader(FileSystemReader):
             try:
                 described = cast("TensorStorageMetadata", metadata.state_dict_metadata[index.fqn])
                 with file.open("rb") as stream, skip_data():
-                    found = torch.load(self._slice_file(stream, info), map_location="cpu", weights_only=True)
+                    stored = torch.load(self._slice_file(stream, info), map_location="cpu", weights_only=True)
                 shapes = [chunk.sizes for chunk in described.chunks if chunk.offsets == index.offset]
-                is_there = found.dtype == described.properties.dtype and found.shape in shapes
+                is_there = stored.dtype == described.properties.dtype and stored.shape in shapes
             except Exception:  # of a forged file, anything
                 is_there = False
             if not is_there:

@@ -88,15 +88,15 @@ def _successors(vocab_size: int, seed: int) -> Tensor:
     num_contexts, num_successors = 2 * vocab_size, len(successor_probabilities(vocab_size))
     generator = torch.Generator().manual_seed(-1 - seed)  # samples have the seeds from 0 on
     frequencies = _frequencies(vocab_size)
-    found = torch.full((num_contexts, num_successors), -1)
+    successors = torch.full((num_contexts, num_successors), -1)
     for rank in range(num_successors):
         missing = torch.arange(num_contexts)
         while len(missing):
             drawn = torch.multinomial(frequencies, len(missing), replacement=True, generator=generator)
-            is_new = (found[missing] != drawn[:, None]).all(dim=1)
-            found[missing[is_new], rank] = drawn[is_new]
+            is_new = (successors[missing] != drawn[:, None]).all(dim=1)
+            successors[missing[is_new], rank] = drawn[is_new]
             missing = missing[~is_new]
-    return found.view(2, vocab_size, num_successors)
+    return successors.view(2, vocab_size, num_successors)
 
 
 @lru_cache(maxsize=1)
@@ -189,12 +189,12 @@ def in_pairs(samples: Tensor, microbatch_size: int) -> Tensor:
 
 def _has_target(spec: ModelSpec) -> Tensor:
     """Mask of tokens that are followed by a token of the same document, (seq_len) bool; False for padding."""
-    found = torch.zeros(spec.seq_len, dtype=torch.bool)
+    has_target = torch.zeros(spec.seq_len, dtype=torch.bool)
     start = 0
     for length in spec.document_lengths:
-        found[start : start + length - 1] = True
+        has_target[start : start + length - 1] = True
         start += length
-    return found
+    return has_target
 
 
 def input_shape(spec: ModelSpec, shard: Shard) -> tuple[int, ...]:

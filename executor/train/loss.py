@@ -99,8 +99,8 @@ class LossInChunks:
         flat, wanted = hidden.flatten(0, -2), targets.flatten()
         run = partial(checkpoint, self._each_of, use_reentrant=False, preserve_rng_state=False)
         with self.autocast():
-            found = [run(*pair) for pair in _chunks(self._tokens(flat), flat, wanted)]
-        return -torch.cat(found).view(targets.shape)
+            chunks = [run(*pair) for pair in _chunks(self._tokens(flat), flat, wanted)]
+        return -torch.cat(chunks).view(targets.shape)
 
     def _each_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy of every token of one chunk."""
@@ -148,12 +148,12 @@ class _GradientsInForward(torch.autograd.Function):
     ) -> Tensor:
         of_hidden, of_weight = torch.empty_like(hidden), None
         total: Tensor | None = None
-        for part, wanted, found in _chunks(tokens, hidden, targets, of_hidden):
+        for part, wanted, gradient in _chunks(tokens, hidden, targets, of_hidden):
             with torch.enable_grad():
                 leaf = part.detach().requires_grad_()
                 loss = loss_of(leaf, wanted)
             gradients = torch.autograd.grad(loss, (leaf, weight) if weight.requires_grad else (leaf,))
-            found.copy_(gradients[0])
+            gradient.copy_(gradients[0])
             if weight.requires_grad:
                 of_weight = gradients[1] if of_weight is None else of_weight.add_(gradients[1])
             total = loss.detach() if total is None else total + loss.detach()

@@ -72,7 +72,7 @@ class ShardGroups:
 
     def norms(self, parameters: Sequence[nn.Parameter], *shards: list[Tensor]) -> Tensor:
         """Norms of unsharded tensors, (lists of shards, parameters): a list has one shard for each parameter."""
-        squares = torch.stack([torch.stack(torch._foreach_norm(each)) for each in shards]).square()
+        squares = torch.stack([torch.stack(torch._foreach_norm(of_group)) for of_group in shards]).square()
         for index, parameter in enumerate(parameters):
             if not self.counts(parameter):
                 squares[:, index] = 0.0

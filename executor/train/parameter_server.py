@@ -92,7 +92,7 @@ class ServerClient:
         self._servers: Sequence[Connection] = ()
         self._beside = [replication.server_rank(k, num_workers, worker) for k in range(replication.servers)]
         slices = replication.server_slices([parameter.numel() for parameter in parameters])
-        sizes = [HEADER + sum(end - begin for _, begin, end in own) for own in slices]
+        sizes = [HEADER + sum(end - begin for _, begin, end in of_server) for of_server in slices]
         device = parameters[0].device
         self._joined = torch.zeros(sum(sizes), device=device)
         self._sent = self._joined if device.type == "cpu" else torch.zeros(sum(sizes), pin_memory=True)
@@ -100,9 +100,9 @@ class ServerClient:
         self._slots: list[Tensor] = []
         self._weights: list[Tensor] = []
         self._gradients: list[Tensor] = []
-        for message, own in zip(torch.split(self._joined, sizes), slices, strict=True):
+        for message, of_server in zip(torch.split(self._joined, sizes), slices, strict=True):
             place = HEADER
-            for index, begin, end in own:
+            for index, begin, end in of_server:
                 weight, gradient = parameters[index].detach(), parameters[index].grad
                 assert gradient is not None
                 self._slots.append(message[place : place + end - begin])

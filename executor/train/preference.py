@@ -100,22 +100,22 @@ class PreferenceLoss:
         with torch.no_grad():
             return self._of_completions(_bare(module)(_mismatched(tokens)), _mismatched(targets))
 
-    def _of_completions(self, given: Tensor, targets: Tensor) -> Tensor:
+    def _of_completions(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Summed log-probabilities of completions, (sequences)."""
-        found = self.log_probs(given, targets)
-        return (found * _completions(targets)).sum(1)
+        log_probs = self.log_probs(inputs, targets)
+        return (log_probs * _completions(targets)).sum(1)
 
-    def _odds_ratio(self, given: Tensor, targets: Tensor) -> Tensor:
+    def _odds_ratio(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """ORPO's loss: the cross-entropy of chosen sequences, prompts among them, and the log odds ratio."""
         if self.of_chosen is not None:
-            given = given.to(_wide(given))  # once, for both
-        found, mask = self.log_probs(given, targets), _completions(targets)
+            inputs = inputs.to(_wide(inputs))  # once, for both
+        log_probs, mask = self.log_probs(inputs, targets), _completions(targets)
         half = len(targets) // 2
         if self.of_chosen is None:
-            nll = -found[:half].sum() / (targets[:half] != IGNORED).sum()
+            nll = -log_probs[:half].sum() / (targets[:half] != IGNORED).sum()
         else:
-            nll = self.of_chosen(given[:half], targets[:half])
-        mean = (found * mask).sum(1) / mask.sum(1)
+            nll = self.of_chosen(inputs[:half], targets[:half])
+        mean = (log_probs * mask).sum(1) / mask.sum(1)
         odds = mean - torch.log1p(-torch.exp(mean))
         chosen, rejected = odds.chunk(2)
         return nll - BETA * functional.logsigmoid(chosen - rejected).mean()
@@ -126,15 +126,15 @@ class PreferenceLoss:
         if self.second_model is not None:
             yield self.second_model
             return
-        adapted: list[Any] = [each for each in module.modules() if hasattr(each, "lora_a")]
-        assert all(hasattr(each, "is_on") for each in adapted), "adapters that can be turned off"
-        for each in adapted:
-            each.is_on = False
+        adapted: list[Any] = [layer for layer in module.modules() if hasattr(layer, "lora_a")]
+        assert all(hasattr(layer, "is_on") for layer in adapted), "adapters that can be turned off"
+        for layer in adapted:
+            layer.is_on = False
         try:
             yield _bare(module)
         finally:
-            for each in adapted:
-                each.is_on = True
+            for layer in adapted:
+                layer.is_on = True
 
 
 def preference_loss(
@@ -218,5 +218,5 @@ def _completions(targets: Tensor) -> Tensor:
     return mask
 
 
-def _wide(given: Tensor) -> torch.dtype:
-    return torch.float64 if given.dtype is torch.float64 else torch.float32
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype is torch.float64 else torch.float32

@@ -14,6 +14,7 @@ from torch.optim._adafactor import _single_tensor_adafactor
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _zeropower_via_newtonschulz
 
 from executor.distributed.mesh import Peers
+from executor.train.optimizers import local
 from simplan.optimizers import OPTIMIZERS, OptimizerName
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13, and before
@@ -60,10 +61,6 @@ def _sharded_dim(parameter: nn.Parameter) -> int | None:
     return next((placement.dim for placement in parameter.placements if isinstance(placement, Shard)), None)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 class Muon(torch.optim.Optimizer):
     """torch's Muon for matrices of blocks, and AdamW for all other parameters.
 
@@ -105,10 +102,10 @@ class Muon(torch.optim.Optimizer):
 
     def _update(self, parameter: nn.Parameter, rate: float) -> None:
         assert parameter.grad is not None
-        state, gradient, weight = self.state[parameter], _local(parameter.grad), _local(parameter)
+        state, gradient, weight = self.state[parameter], local(parameter.grad), local(parameter)
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
-        momentum = _local(state["momentum_buffer"])
+        momentum = local(state["momentum_buffer"])
         momentum.lerp_(gradient, 1 - _MUON_MOMENTUM)
         update = gradient.lerp(momentum, _MUON_MOMENTUM)
         matrix = update
@@ -141,8 +138,8 @@ class Adafactor(torch.optim.Adafactor):
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
-            gradient = whole(_local(parameter.grad), parameter, self._shards)
-            weight = whole(_local(parameter), parameter, self._shards)
+            gradient = whole(local(parameter.grad), parameter, self._shards)
+            weight = whole(local(parameter), parameter, self._shards)
             state = self.state[parameter]
             if not state:
                 state.update(_factors(gradient))
@@ -165,7 +162,7 @@ class Adafactor(torch.optim.Adafactor):
                 has_complex=False,
             )
             if _sharded_dim(parameter) is not None:
-                _local(parameter).copy_(own_part(weight, parameter, self._shards))
+                local(parameter).copy_(own_part(weight, parameter, self._shards))
 
 
 def _factors(gradient: Tensor) -> dict[str, Tensor]:
@@ -199,16 +196,16 @@ class _OverShards:
         with disable_cache_limit():
             for group in self.param_groups:
                 for parameter in group["params"]:
-                    if parameter.grad is None or not _local(parameter).numel():
+                    if parameter.grad is None or not local(parameter).numel():
                         continue
                     state = self.state[parameter]
                     if not state:
                         state["step"] = torch.tensor(0.0)
                         for name, is_signed in (("exp_avg", True), ("exp_avg_sq", False)):
-                            state[name] = _as_sharded(self._new_buffer(_local(parameter), is_signed), parameter)
+                            state[name] = _as_sharded(self._new_buffer(local(parameter), is_signed), parameter)
                     state["step"] += 1
-                    weight, gradient = _local(parameter).detach(), _local(parameter.grad)
-                    moments = _local(state["exp_avg"]), _local(state["exp_avg_sq"])
+                    weight, gradient = local(parameter).detach(), local(parameter.grad)
+                    moments = local(state["exp_avg"]), local(state["exp_avg_sq"])
                     numbers = group["lr"], *group["betas"], group["weight_decay"], group["eps"]
                     compiled(weight, gradient, state["step"], *moments, None, *numbers, self.is_adamw, False)
 

@@ -160,8 +160,8 @@ class Trainer:
 
         Of a captured model, a list of the arguments of every microbatch, and None.
         """
-        each = self._job.training.sequences_per_sample
-        num_samples = self._num_microbatches * self._job.plan.microbatch_size * each
+        per_sample = self._job.training.sequences_per_sample
+        num_samples = self._num_microbatches * self._job.plan.microbatch_size * per_sample
         if self._captured_data is not None:
             first = self._data_rank * self._num_microbatches
             numbers = range(first, first + self._num_microbatches)
@@ -176,7 +176,7 @@ class Trainer:
         )
         if inputs.is_floating_point():
             inputs = inputs.to(weight_dtype(self._job))
-        if each == 2:
+        if per_sample == 2:
             inputs, targets = (in_pairs(both, self._job.plan.microbatch_size) for both in (inputs, targets))
         local = self._dims.local_tokens
         # without the first stage inputs are of no use, and images are large
@@ -307,7 +307,7 @@ class Trainer:
             from executor.models.captured import build_captured
 
             cut = self._cut(index) if plan.pp > 1 else None
-            own: Stage = build_captured(
+            built: Stage = build_captured(
                 model.captured,
                 self._layers,
                 weight_dtype(job),
@@ -323,8 +323,8 @@ class Trainer:
                 finish=finish,
             )
             if sharding is not None:
-                sharding.finish(own, casts_inputs=cut is None)
-            return own
+                sharding.finish(built, casts_inputs=cut is None)
+            return built
         stage = build_stage(
             model,
             layers,
@@ -519,9 +519,9 @@ class Trainer:
         preference, plan = job.training.preference, job.plan
         is_whole = preference is not None and preference.reference_sharded is False
         sharding = self._sharding(0) if plan.shards_parameters and not is_whole else None
-        found = preference_loss(job, loss, self._device, self._dims, sharding)
-        self.second_model = found.second_model
-        return found
+        objective = preference_loss(job, loss, self._device, self._dims, sharding)
+        self.second_model = objective.second_model
+        return objective
 
     def _completion(self, index: int) -> Callable[[], None]:
         """Function that reduces partial and expert gradients of a stage; called before division by microbatches."""

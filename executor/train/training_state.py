@@ -125,10 +125,10 @@ class TrainingState:
         """Errors of this rank in a checkpoint, by name; none before the first compressed step."""
         section, rank = "compression", f"rank{dist.get_rank()}"
         stored = {key: x for key, x in reader.read_metadata().state_dict_metadata.items() if key.endswith(f".{rank}")}
-        own = {tuple(key.split(".")): x for key, x in stored.items() if isinstance(x, TensorStorageMetadata)}
+        tensors = {tuple(key.split(".")): x for key, x in stored.items() if isinstance(x, TensorStorageMetadata)}
         errors = {
             key[1]: torch.empty(x.size, dtype=x.properties.dtype, device=self._device)
-            for key, x in own.items()
+            for key, x in tensors.items()
             if key[0] == section
         }
         if errors:

@@ -35,7 +35,7 @@ class LeftOut(NamedTuple):
 
 def without_sources(outcomes: Iterable[RunOutcome]) -> list[RunOutcome]:
     """Outcomes of the runs that a fit used, predicted without their source."""
-    found = []
+    files = []
     for outcome in outcomes:
         left = _left_out().get(outcome.run.id)
         if left is None or outcome.predicted is None:
@@ -43,8 +43,8 @@ def without_sources(outcomes: Iterable[RunOutcome]) -> list[RunOutcome]:
         step_s = left.factor * outcome.predicted.step_time_s
         interval_s = (left.low * step_s, left.high * step_s)
         predicted = replace(outcome.predicted, step_time_s=step_s, step_time_interval_s=interval_s)
-        found.append(replace(outcome, predicted=predicted))
-    return found
+        files.append(replace(outcome, predicted=predicted))
+    return files
 
 
 @cache

@@ -72,8 +72,8 @@ def choices(outcomes: Iterable[RunOutcome]) -> Choices:
     version in common, and what they state of the software that no plan decides.
     """
     groups = [group for group in _groups(outcomes) if len({_plan(outcome) for outcome in group}) > 1]
-    found = [_choice(group) for group in groups]
-    regrets = [choice.regret for choice in found]
+    chosen = [_choice(group) for group in groups]
+    regrets = [choice.regret for choice in chosen]
     pairs = [pair for group in groups for pair in _pairs(group)]
     orders = [float(np.sign(was) * np.sign(said)) for said, was in pairs if abs(was) > math.log(_APART)]
     return Choices(
@@ -85,7 +85,7 @@ def choices(outcomes: Iterable[RunOutcome]) -> Choices:
         max_regret=max(regrets) if regrets else None,
         num_pairs=len(orders),
         kendall_tau=float(np.mean(orders)) if orders else None,
-        wrong=tuple(sorted((c for c in found if c.regret > 0), key=lambda choice: -choice.regret)),
+        wrong=tuple(sorted((c for c in chosen if c.regret > 0), key=lambda choice: -choice.regret)),
     )
 
 
@@ -109,14 +109,14 @@ def plan_pairs(outcomes: Iterable[RunOutcome]) -> list[tuple[float, float]]:
 
 
 def _pairs(group: Iterable[RunOutcome]) -> Iterator[tuple[float, float]]:
-    for one, other in combinations(group, 2):
-        if _plan(one) != _plan(other):
-            predicted, measured = _predicted_s(one) / _predicted_s(other), _measured_s(one) / _measured_s(other)
+    for outcome, other in combinations(group, 2):
+        if _plan(outcome) != _plan(other):
+            predicted, measured = _predicted_s(outcome) / _predicted_s(other), _measured_s(outcome) / _measured_s(other)
             yield math.log(predicted), math.log(measured)
 
 
 def _groups(outcomes: Iterable[RunOutcome]) -> list[list[RunOutcome]]:
-    found: dict[Hashable, list[RunOutcome]] = defaultdict(list)
+    groups: dict[Hashable, list[RunOutcome]] = defaultdict(list)
     for outcome in outcomes:
         if outcome.error is None:
             continue
@@ -130,8 +130,8 @@ def _groups(outcomes: Iterable[RunOutcome]) -> list[list[RunOutcome]]:
             job.cluster.model_dump_json(exclude={"source"}),
             job.training.model_dump_json(exclude=_OF_PLAN),
         )
-        found[key].append(outcome)
-    return list(found.values())
+        groups[key].append(outcome)
+    return list(groups.values())
 
 
 def _stated(software: Mapping[str, Any]) -> Iterator[Any]:

@@ -26,9 +26,11 @@ def predict_runs(
     predictions = dict(_predictions(by_key, jobs, on_progress))
     outcomes = []
     for file, run in listed:
-        found = run.reason if run.job is None else predictions[_key(run)]
+        predicted = run.reason if run.job is None else predictions[_key(run)]
         outcomes.append(
-            RunOutcome(file, run, found) if isinstance(found, Predicted) else RunOutcome(file, run, None, found)
+            RunOutcome(file, run, predicted)
+            if isinstance(predicted, Predicted)
+            else RunOutcome(file, run, None, predicted)
         )
     return outcomes
 
@@ -60,8 +62,8 @@ def _predictions(
     # longest first, so that no process is still busy when all others are done
     ordered = sorted(by_key.items(), key=lambda item: _work(item[1]), reverse=True)
     pool = Parallel(n_jobs=num_jobs, return_as="generator_unordered")
-    for number, found in enumerate(pool(delayed(_keyed_prediction)(*item) for item in ordered), 1):
-        yield found
+    for number, predicted in enumerate(pool(delayed(_keyed_prediction)(*item) for item in ordered), 1):
+        yield predicted
         on_progress(number, len(by_key))
 
 
@@ -70,10 +72,10 @@ def _work(run: PublishedRun) -> int:
     job = run.known_job
     plan = job.plan
     microbatches = job.num_microbatches if run.steps_overlap else 3 * plan.pp
-    each = 30 * plan.num_stages
+    of_pass = 30 * plan.num_stages
     if plan.pp == 1 or plan.cp > 1:
-        each = 60 * job.model.num_blocks
-    return each * microbatches
+        of_pass = 60 * job.model.num_blocks
+    return of_pass * microbatches
 
 
 def _keyed_prediction(key: str, run: PublishedRun) -> tuple[str, Predicted | str]:

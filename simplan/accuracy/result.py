@@ -79,11 +79,11 @@ class Figures:
     def to_json(self) -> dict[str, Any]:
         """Part of the JSON document."""
         figures = asdict(self)
-        by_kind = {kind: own.to_json() for kind, own in self.peak_memory.items()}
+        by_kind = {kind: others.to_json() for kind, others in self.peak_memory.items()}
         peak_memory = by_kind.pop("all") | {"by_kind": by_kind}
         left = None if self.source_left_out is None else self.source_left_out.to_json()
-        own = {"peak_memory": peak_memory, "oom": self.oom.to_json(), "source_left_out": left}
-        return figures | {"step_time": self.step_time.to_json(), **own}
+        others = {"peak_memory": peak_memory, "oom": self.oom.to_json(), "source_left_out": left}
+        return figures | {"step_time": self.step_time.to_json(), **others}
 
 
 @dataclass(frozen=True, slots=True)

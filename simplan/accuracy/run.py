@@ -48,8 +48,8 @@ class PublishedRun:
 
         The step time is then the time of the busiest rank. Else a step lasts from its first start to its last end.
         """
-        given = self.measured.steps_overlap
-        return self.known_job.plan.schedule.startswith("zb-") if given is None else given
+        stated = self.measured.steps_overlap
+        return self.known_job.plan.schedule.startswith("zb-") if stated is None else stated
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def software_section(data: Mapping[str, Any]) -> Any:
 def sentences(error: Exception) -> str:
     """Reason for a missing prediction, on one line; a bug must not hide the results of other runs."""
     if isinstance(error, SpecError):
-        return "; ".join(problem.sentence() for problem in error.problems)
+        return error.sentences
     if isinstance(error, SimplanError):
         return str(error)
     if os.environ.get("SIMPLAN_DEBUG"):

@@ -204,4 +204,4 @@ def constant_mfu(outcomes: Iterable[RunOutcome]) -> ErrorFigures:
             rate = outcome.predicted.flops / job.cluster.num_devices / measured_s
             rates[outcome.file, job.cluster.device.id, job.training.precision].append(rate)
     # predicted over measured time: work / median, over work / own
-    return ErrorFigures.of([float(own / np.median(group)) - 1 for group in rates.values() for own in group])
+    return ErrorFigures.of([float(run_rate / np.median(group)) - 1 for group in rates.values() for run_rate in group])

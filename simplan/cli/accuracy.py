@@ -86,12 +86,12 @@ def _prediction(file: Path) -> dict[str, Any]:
 def _with_baseline(measured: Measurement, file: Path) -> LossComparison:
     """Comparison with the run of a file, which has the file's name if the two have one name."""
     try:
-        found = compare_with_baseline(measured, read_model(file, Measurement))
+        losses = compare_with_baseline(measured, read_model(file, Measurement))
     except SpecError as error:
         raise error if error.file else error.in_file(str(file)) from None
-    if found.baseline.name != measured.job.name:
-        return found
-    return replace(found, baseline=replace(found.baseline, name=str(file)))
+    if losses.baseline.name != measured.job.name:
+        return losses
+    return replace(losses, baseline=replace(losses.baseline, name=str(file)))
 
 
 def accuracy_command(

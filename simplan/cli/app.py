@@ -781,34 +781,14 @@ def draw(
     step time over bandwidth for gradient compression, parameter servers, Local SGD and DiLoCo. With --run, the timeline
     of one simulated training run, and the time that all of them lose.
     """
-    from simplan.cli.commands import (
-        draw_command,
-        draw_load_command,
-        draw_network_command,
-        draw_ways_command,
-        one_drawing,
+    from simplan.cli.draw import DrawOptions, draw_command
+
+    is_run = whole_run or trial is not None or seed is not None
+    asked = {"--network": network, "--load": load, "--ways": ways, "--run": is_run}
+    options = DrawOptions(width=width, calibration_file=calibration, seed=seed or 0, trial=trial)
+    return draw_command(
+        scenario, [name for name, is_asked in asked.items() if is_asked], as_json=json, output=output, options=options
     )
-
-    given = {
-        "--network": network,
-        "--load": load,
-        "--ways": ways,
-        "--run": whole_run or trial is not None or seed is not None,
-    }
-    options: dict[str, Any] = {"as_json": json, "output": output, "width": width, "calibration_file": calibration}
-    match one_drawing([option for option, is_given in given.items() if is_given]):
-        case "--network":
-            return draw_network_command(scenario, **options)
-        case "--load":
-            return draw_load_command(scenario, **options)
-        case "--ways":
-            return draw_ways_command(scenario, **options)
-        case "--run":
-            from simplan.cli.goodput.draw import draw_whole_run_command
-
-            return draw_whole_run_command(scenario, seed=seed or 0, trial=trial, **options)
-        case _:
-            return draw_command(scenario, **options)
 
 
 @_command(short_help="Write results as one HTML page that opens anywhere.")
@@ -963,10 +943,12 @@ _INTERRUPTED = 130
 @cache
 def _commands(name: str) -> Callable[..., Any]:
     """The parser of one command, or of all if none has this name; making all takes longer than most commands."""
-    named = [each for each in app.registered_commands if each.callback is not None and _name_of(each) == name]
-    one = copy(app)
-    one.registered_commands = named or app.registered_commands
-    return typer.main.get_command(one)
+    named = [
+        command for command in app.registered_commands if command.callback is not None and _name_of(command) == name
+    ]
+    small = copy(app)
+    small.registered_commands = named or app.registered_commands
+    return typer.main.get_command(small)
 
 
 def _name_of(command: typer.models.CommandInfo) -> str:

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from simplan.cli.terminal.output import print_json, print_result, say
 from simplan.cli.terminal.processes import require_executor, run_executor
-from simplan.cli.terminal.progress import ProgressLine
+from simplan.cli.terminal.progress import ProgressLine, show_event
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cluster.machine import THIS_MACHINE, num_cores, num_nvidia_devices
 from simplan.cost.calibration.calibrated import CalibratedCost
@@ -125,7 +125,7 @@ def covers(calibration: Calibration | None, scenario: Scenario) -> bool:
         fp8_recipe=shape.fp8_recipe,
         mixed=shape.mixed,
     )
-    keys = {layer.key for each in shapes for layer in each.layers}
+    keys = {layer.key for shape_of_pass in shapes for layer in shape_of_pass.layers}
     kinds = kinds_needed(plan, scenario.job.padded_model, scenario.job.training) if ranks > 1 else frozenset()
     if _has_servers_alone(scenario) and not _times_sends_inside(calibration):
         return False
@@ -279,14 +279,7 @@ def _run(request: CalibrationRequest, result_file: Path, title: str, nodes: Rend
         write_model(nodes_file, nodes)
         arguments += ["--nodes", str(nodes_file)]
     with ProgressLine(title) as progress:
-        run_executor(arguments, lambda event: _show(event, progress))
-
-
-def _show(event: dict[str, Any], progress: ProgressLine) -> None:
-    if event["event"] == "note":
-        say(f"note: {event['text']}")
-    else:
-        progress.update(event["done"], event["of"], event.get("what", ""))
+        run_executor(arguments, lambda event: show_event(event, progress))
 
 
 def of_nccl_tests(files: Sequence[Path], file: Path | None, *, is_alone: bool, as_json: bool) -> int:
@@ -305,24 +298,24 @@ def of_nccl_tests(files: Sequence[Path], file: Path | None, *, is_alone: bool, a
         raise SpecError(problem)
     target = file or default_path()
     with exclusive(target, "--calibration", is_file=True):
-        found, before = read_nccl_tests(files), load(target)
+        timed, before = read_nccl_tests(files), load(target)
         if before is not None:
-            one, other = (str(each.environment.get("device")) for each in (before, found))
-            if one != other:
-                rule = f"was measured on {one}, and the output of nccl-tests on {other}"
+            device, other_device = (str(calibration.environment.get("device")) for calibration in (before, timed))
+            if device != other_device:
+                rule = f"was measured on {device}, and the output of nccl-tests on {other_device}"
                 problem = Problem(
                     field="--calibration", value=str(target), rule=rule, fix="give --calibration another file"
                 )
                 raise SpecError(problem)
-            found = before.with_communication(found)
-        save(target, found)
+            timed = before.with_communication(timed)
+        save(target, timed)
     if as_json:
-        print_json(found.model_dump(mode="json"))
+        print_json(timed.model_dump(mode="json"))
     else:
         of_file = f" --calibration {as_argument(target)}" if file is not None else " --calibration FILE"
         print_result(
-            f"{measured_links_text(found)}\n\n"
-            f"{target} holds {counted(len(found.communication), 'timing')} of collectives\n"
+            f"{measured_links_text(timed)}\n\n"
+            f"{target} holds {counted(len(timed.communication), 'timing')} of collectives\n"
             f"Next\n  simplan predict SCENARIO{of_file}"
         )
     return 0
@@ -342,10 +335,10 @@ def at_the_pace_of_now(calibration: Calibration, scenario: Scenario) -> Calibrat
     with tempfile.TemporaryDirectory(prefix="simplan-") as folder:
         result_file = Path(folder) / "calibration.json"
         _run(request, result_file, "timing the reference matmul")
-        found = load(result_file)
-    if found is None or found.reference_s is None:
+        pace = load(result_file)
+    if pace is None or pace.reference_s is None:
         return calibration
-    return calibration.at_pace(found.reference_s, cluster.ranks_per_node)
+    return calibration.at_pace(pace.reference_s, cluster.ranks_per_node)
 
 
 def ensure(scenarios: Sequence[Scenario], file: Path | None) -> Calibration | None:
@@ -383,7 +376,7 @@ def _copies_to_host(scenario: Scenario) -> bool:
 
 def _shapes(scenario: Scenario) -> tuple[ShapeRequest, ...]:
     """Layers of a scenario: those that are trained, and those of passes in forward alone."""
-    of_passes = {each.job.model: each.job for each in forward_passes(scenario.job)}
+    of_passes = {forward.job.model: forward.job for forward in forward_passes(scenario.job)}
     others = [job for model, job in of_passes.items() if model.trains_nothing]
     return tuple(_shape(scenario, job) for job in (scenario.job, *others))
 

@@ -87,12 +87,12 @@ def scenario_files(paths: Iterable[Path]) -> list[Path]:
             files.append(path)  # a missing file is reported as any other bad one
             continue
         below = (file for file in path.rglob("*") if _MEASURED_BY_OTHERS.isdisjoint(file.relative_to(path).parts[:-1]))
-        found = sorted(file for file in below if file.suffix in _SUFFIXES and file.is_file())
-        if not found:
+        scenarios = sorted(file for file in below if file.suffix in _SUFFIXES and file.is_file())
+        if not scenarios:
             raise SpecError(
                 Problem(field="", rule="holds no scenario (*.yaml)", fix="name another folder"), file=str(path)
             )
-        files += found
+        files += scenarios
     return list(dict.fromkeys(files))
 
 
@@ -125,7 +125,7 @@ def _predicted(scenario: Scenario, calibration: Calibration | None) -> dict[str,
     calibration = calibration if is_needed(scenario.job.cluster) else None
     prediction = scenario.predict(calibration)
     document = prediction.to_json(timeline=False)
-    of_run = {each.metric for each in scenario.expect if each.is_of_run}
+    of_run = {expectation.metric for expectation in scenario.expect if expectation.is_of_run}
     if of_run:
         from simplan.scenario.whole_run.goodput import goodput_of
 

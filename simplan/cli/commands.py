@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,22 +29,13 @@ from simplan.cli.execute import (
 from simplan.cli.nodes import NodeRendezvous, nodes_of, nodes_to_time, refuse_without_nodes
 from simplan.cli.predict import calibration_for, name_of, predict_step
 from simplan.cli.search.command import scenarios_to_time
-from simplan.cli.terminal.drawing import print_drawing, refuse_other_suffix
 from simplan.cli.terminal.output import print_json, print_result, say, write_result
 from simplan.cli.terminal.scenario_request import ScenarioRequest
 from simplan.cost.calibration.store import default_path
 from simplan.errors import Problem, SpecError
 from simplan.explain import difference, explain
-from simplan.explain.charts import ways_curves
-from simplan.explain.ways_map import ways_lines, ways_map
 from simplan.io import MAX_JSON_BYTES, as_argument, parse_json, read_text, write_json, write_text
 from simplan.report.comparison import comparison_text
-from simplan.report.drawings.charts_svg import curves_svg
-from simplan.report.drawings.drawing import draw_pipeline
-from simplan.report.drawings.drawing_svg import drawing_svg
-from simplan.report.drawings.fabric_drawing import draw_fabric, fabric_text
-from simplan.report.drawings.fabric_svg import fabric_svg
-from simplan.report.drawings.link_load import draw_link_load, link_load_svg, link_load_text
 from simplan.report.explanation import difference_text, explanation_text
 from simplan.report.html import html_report
 from simplan.report.text import verdict
@@ -69,19 +60,19 @@ def explain_command(
     if stragglers:
         request = request.with_overrides({"cluster.stragglers": [_straggler(text) for text in stragglers]})
     explained = []
-    for each in (request, *([replace(request, source=other)] if other else [])):
-        scenario = each.scenario()
+    for asked in (request, *([replace(request, source=other)] if other else [])):
+        scenario = asked.scenario()
         calibration = calibration_for(
             scenario, calibration_file if is_needed(scenario.job.cluster) or other is None else None
         )
         prediction, simulated = predict_step(scenario, calibration)
-        name = name_of(each, scenario, several=other is not None)
+        name = name_of(asked, scenario, several=other is not None)
         explained.append(explain(replace(prediction, name=name), simulated, calibration=calibration))
     if other is None:
         document, text = explained[0].to_json(), explanation_text(explained[0], kernels=kernels)
     else:
-        found = difference(*explained)
-        document, text = found.to_json(), difference_text(found)
+        differing = difference(*explained)
+        document, text = differing.to_json(), difference_text(differing)
     if write_result(document, as_json=as_json, output=output):
         print_result(text)
     return 0
@@ -146,101 +137,6 @@ def _document(file: Path) -> dict[str, Any]:
         rule = "is no JSON document, and a report shows those that simplan wrote"
         raise SpecError(Problem(field="", rule=rule, fix=fix), file=str(file))
     return parse_json(text, str(file))
-
-
-def draw_command(
-    request: ScenarioRequest, *, as_json: bool, output: Path | None, width: int | None, calibration_file: Path | None
-) -> int:
-    """``simplan draw``."""
-    if output is not None:
-        refuse_other_suffix(output)
-    scenario = request.scenario()
-    drawing = draw_pipeline(scenario.predict(calibration_for(scenario, calibration_file)))
-    if output is not None:
-        write_text(output, drawing_svg(drawing))
-        say(f"wrote {output}; any browser opens it")
-    if as_json:
-        print_json(drawing.to_json())
-    else:
-        print_drawing(drawing, width)
-    return 0
-
-
-def draw_network_command(
-    request: ScenarioRequest, *, as_json: bool, output: Path | None, width: int | None, calibration_file: Path | None
-) -> int:
-    """``simplan draw --network``."""
-    _refuse_with("--network", output, {"--width": width, "--calibration": calibration_file})
-    drawing = draw_fabric(request.scenario().job.cluster)
-    if output is not None:
-        write_text(output, fabric_svg(drawing))
-        say(f"wrote {output}; any browser opens it")
-    if as_json:
-        print_json(drawing.to_json())
-    else:
-        print_result(fabric_text(drawing))
-    return 0
-
-
-def draw_load_command(
-    request: ScenarioRequest, *, as_json: bool, output: Path | None, width: int | None, calibration_file: Path | None
-) -> int:
-    """``simplan draw --load``."""
-    _refuse_with("--load", output, {"--width": width})
-    scenario = request.scenario()
-    if scenario.job.cluster.topology is None:
-        fix = "give cluster.topology, e.g. {kind: leaf_spine, nodes_per_leaf: 4}"
-        raise SpecError(Problem(field="--load", rule="needs links, and the cluster has no topology", fix=fix))
-    network = predict_step(scenario, calibration_for(scenario, calibration_file))[0].network
-    assert network is not None
-    drawing = draw_link_load(scenario.name, network)
-    if output is not None:
-        write_text(output, link_load_svg(drawing))
-        say(f"wrote {output}; any browser opens it")
-    if as_json:
-        print_json(drawing.to_json())
-    else:
-        print_result(link_load_text(drawing))
-    return 0
-
-
-def draw_ways_command(
-    request: ScenarioRequest, *, as_json: bool, output: Path | None, width: int | None, calibration_file: Path | None
-) -> int:
-    """``simplan draw --ways``."""
-    _refuse_with("--ways", output, {"--width": width, "--calibration": calibration_file})
-    scenario = request.scenario()
-    found = ways_map(scenario.job, scenario.name)
-    if output is not None:
-        write_text(output, curves_svg(ways_curves(found)))
-        say(f"wrote {output}; any browser opens it")
-    if as_json:
-        print_json(found.to_json())
-    else:
-        print_result("\n".join(ways_lines(found)))
-    return 0
-
-
-def one_drawing(given: Sequence[str]) -> str | None:
-    """The drawing that is asked for in place of the step; None for the step.
-
-    Raises:
-        SpecError: There are several.
-    """
-    if len(given) > 1:
-        problem = Problem(field=given[1], rule=f"is another drawing than {given[0]}", fix="remove one of the two")
-        raise SpecError(problem)
-    return given[0] if given else None
-
-
-def _refuse_with(drawing: str, output: Path | None, options: Mapping[str, object]) -> None:
-    """Refuses options without meaning for a drawing, and files that are no SVG."""
-    for option, value in options.items():
-        if value is not None:
-            rule, fix = f"has no meaning with {drawing}", "remove one of the two"
-            raise SpecError(Problem(field=option, value=str(value), rule=rule, fix=fix))
-    if output is not None:
-        refuse_other_suffix(output)
 
 
 def run_command(

@@ -15,7 +15,7 @@ from typing import Any
 
 from simplan.cli.terminal.output import say
 from simplan.cli.terminal.processes import ExecutorKilledError, run_executor
-from simplan.cli.terminal.progress import ProgressLine
+from simplan.cli.terminal.progress import ProgressLine, show_event
 from simplan.cost.calibration.format import Calibration
 from simplan.documentation import documentation
 from simplan.errors import NotModelledError, Problem, RunError, SimplanError, SpecError
@@ -236,7 +236,7 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
             if options.nodes is not None:
                 write_model(folder / "nodes.json", options.nodes)
                 arguments += ["--nodes", str(folder / "nodes.json")]
-            run_executor(arguments, lambda event: _show(event, progress))
+            run_executor(arguments, lambda event: show_event(event, progress))
     except RunError as error:
         if isinstance(error, ExecutorKilledError) and options.nodes is None:
             _gather(job_file, folder, str(error))
@@ -280,7 +280,7 @@ def join(nodes: RendezvousOptions, folder: Path) -> None:
         if event["event"] == "lost":
             lost_for_s.append(event["for_s"])
         else:
-            _show(event, progress)
+            show_event(event, progress)
 
     with ProgressLine("running") as progress:
         while True:
@@ -324,18 +324,11 @@ def _steps_on_fewer(
     scenarios, sentences = scenarios_on_fewer(scenario, min_nodes)
     for sentence in sentences:
         say(f"note: {sentence}")
-    found = {number: fewer.predict_step(calibration) for number, fewer in scenarios.items()}
-    for number, (prediction, _) in found.items():
+    steps = {number: fewer.predict_step(calibration) for number, fewer in scenarios.items()}
+    for number, (prediction, _) in steps.items():
         if prediction.fits is False:
             say(f"note: on {number} nodes the plan is predicted not to fit: {verdict(prediction)}")
-    return found
-
-
-def _show(event: dict[str, Any], progress: ProgressLine) -> None:
-    if event["event"] == "note":
-        say(f"note: {event['text']}")
-    else:
-        progress.update(event["step"], event["of"], f"step {event['step']} of {event['of']}")
+    return steps
 
 
 def run_spec_of_scenario(

@@ -129,8 +129,8 @@ def _print_exported(exported: Exported, name: str, target: str, *, output: Path 
             path = output / file if several else output
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, content)
-        own = next(iter(exported.files))
-        start = exported.start if several else exported.start.replace(as_argument(Path(own)), as_argument(output), 1)
+        first = next(iter(exported.files))
+        start = exported.start if several else exported.start.replace(as_argument(Path(first)), as_argument(output), 1)
         say(f"wrote {as_argument(output)}; start it with `{start}`")
     for note in exported.notes:
         say(f"note: {note}")

@@ -87,9 +87,9 @@ def _asked(request: ScenarioRequest, *, searches: bool) -> tuple[ScenarioRequest
     if not {"cluster.num_nodes", "cluster.num_devices"} & overrides.keys():
         overrides["cluster.num_nodes"] = typer.prompt("NamedNodes", default=1, value_proc=_checked(_count))
     if "training.global_batch_size" not in overrides:
-        each = overrides.get("cluster.devices_per_node")
-        each = each or catalog.cluster(overrides.get("cluster.preset", _FIRST_CLUSTER)).devices_per_node
-        devices = overrides.get("cluster.num_nodes", 1) * each
+        per_node = overrides.get("cluster.devices_per_node")
+        per_node = per_node or catalog.cluster(overrides.get("cluster.preset", _FIRST_CLUSTER)).devices_per_node
+        devices = overrides.get("cluster.num_nodes", 1) * per_node
         overrides["training.global_batch_size"] = typer.prompt(
             "Sequences per optimizer step",
             default=overrides.get("cluster.num_devices", devices),

@@ -10,9 +10,8 @@ from typing import Any, cast
 from simplan import catalog
 from simplan.catalog.spelling import find
 from simplan.cli.calibrations import read
-from simplan.cli.terminal.definitions import definitions
+from simplan.cli.terminal.definitions import MINIMAL_SCENARIO, definitions, expectation_fields, scenario_sections
 from simplan.cli.terminal.output import print_json, print_result
-from simplan.cli.terminal.scenario_keys import MINIMAL_SCENARIO, expectation_fields, scenario_sections
 from simplan.cluster.machine import THIS_MACHINE
 from simplan.cost.calibration.format import Calibration
 from simplan.cost.calibration.measured_links import catalog_cluster, measured_collectives
@@ -240,12 +239,12 @@ def _links() -> list[Row]:
 
 def _clusters() -> list[Row]:
     def row(name: str) -> Row:
-        one = catalog.cluster(name)
-        across = None if name == THIS_MACHINE else catalog.cluster(name, one.devices_per_node + 1).inter_link
+        cluster = catalog.cluster(name)
+        across = None if name == THIS_MACHINE else catalog.cluster(name, cluster.devices_per_node + 1).inter_link
         return {
             "name": name,
-            "one node": f"{one.devices_per_node} x {one.device.id}",
-            "in a node": one.intra_link.id if one.intra_link else "",
+            "one node": f"{cluster.devices_per_node} x {cluster.device.id}",
+            "in a node": cluster.intra_link.id if cluster.intra_link else "",
             "between nodes": across.id if across else "",
         }
 
@@ -397,7 +396,7 @@ def _flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
             flat |= _flatten(value, f"{prefix}{key}.")
         elif isinstance(value, list) and all(isinstance(item, dict) and "name" in item for item in value):
             for item in value:
-                others = (f"{name}: {one}" for name, one in item.items() if name != "name")
+                others = (f"{name}: {value_of_item}" for name, value_of_item in item.items() if name != "name")
                 flat[f"{prefix}{key}.{item['name']}"] = ", ".join(others)
         else:
             flat[f"{prefix}{key}"] = value

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simplan.cli.calibrations import chosen, covers, is_needed
-from simplan.cli.terminal.budget import chosen_budget
 from simplan.cli.terminal.options import opened
 from simplan.cli.terminal.output import emphasize, print_result, say, write_result
 from simplan.cli.terminal.progress import ProgressLine
@@ -18,11 +17,15 @@ from simplan.cluster.machine import THIS_MACHINE
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import Problem, SpecError
 from simplan.io import as_argument
+from simplan.model.model import ModelSpec
 from simplan.predict import Simulated
 from simplan.prediction import Prediction
+from simplan.problems import parse_model
 from simplan.report.predictions import compared_predictions, predictions_text
 from simplan.report.text import prediction_text, verdict
 from simplan.scenario import Scenario
+from simplan.scenario.file import check_budget
+from simplan.training import TrainingBudget
 from simplan.units import format_percent
 
 if TYPE_CHECKING:
@@ -52,11 +55,11 @@ def predict_command(
     scenario = _with_budget(request.scenario(), budget)
     calibration = calibration_for(scenario, calibration_file)
     prediction, simulated = predict_step(scenario, calibration)
-    found, order = _fixes(prediction, calibration), _faster_order(prediction, calibration)
+    changes, order = _fixes(prediction, calibration), _faster_order(prediction, calibration)
     if as_json or output is not None:
         document = prediction.to_json()
-        if found is not None:
-            document["fixes"] = [fix.to_json() for fix in found]
+        if changes is not None:
+            document["fixes"] = [fix.to_json() for fix in changes]
         if order is not None:
             document["faster_order"] = order.to_json()
         write_result(document, as_json=as_json, output=output)
@@ -68,9 +71,9 @@ def predict_command(
         return 0
     sentences = [_warning(scenario, request, prediction), "" if order is None else order.words()]
     warning = "\n".join(sentence for sentence in sentences if sentence)
-    steps, line = _next(scenario, request, found), verdict(prediction)
+    steps, line = _next(scenario, request, changes), verdict(prediction)
     assumed = {"plan": scenario.plan_is_assumed, "batch": scenario.batch_is_assumed}
-    text = prediction_text(prediction, steps, found or (), warning, assumed={key for key in assumed if assumed[key]})
+    text = prediction_text(prediction, steps, changes or (), warning, assumed={key for key in assumed if assumed[key]})
     certain = {"fits": True, "does not fit": False}.get(prediction.memory_verdict or "")
     print_result(text.replace(line, emphasize(line, certain), 1))
     return 0
@@ -79,10 +82,10 @@ def predict_command(
 def _with_budget(scenario: Scenario, options: Mapping[str, float | None]) -> Scenario:
     """The scenario with the length and the price that options give."""
     budget = scenario.budget
-    given: dict[str, object] = {**chosen_budget(options, scenario.job.model, has_length=budget.has_length)}
-    if "num_tokens" in given:
-        given |= {"num_samples": None, "num_steps": None}
-    return replace(scenario, budget=budget.model_copy(update=given))
+    fields: dict[str, object] = {**chosen_budget(options, scenario.job.model, has_length=budget.has_length)}
+    if "num_tokens" in fields:
+        fields |= {"num_samples": None, "num_steps": None}
+    return replace(scenario, budget=budget.model_copy(update=fields))
 
 
 def predict_step(scenario: Scenario, calibration: Calibration | None) -> tuple[Prediction, Simulated]:
@@ -103,10 +106,10 @@ def _predict_all(
 ) -> int:
     """Table of the predictions of several scenarios."""
     predictions = []
-    for each in (request, *(replace(request, source=opened(other)) for other in others)):
-        scenario = _with_budget(each.scenario(), budget)
+    for asked in (request, *(replace(request, source=opened(other)) for other in others)):
+        scenario = _with_budget(asked.scenario(), budget)
         calibration = calibration_for(scenario, calibration_file if is_needed(scenario.job.cluster) else None)
-        prediction = replace(scenario.predict(calibration), name=name_of(each, scenario, several=True))
+        prediction = replace(scenario.predict(calibration), name=name_of(asked, scenario, several=True))
         predictions.append(prediction.to_json())
     document = compared_predictions(predictions)
     if write_result(document, as_json=as_json, output=output):
@@ -150,7 +153,7 @@ def _warning(scenario: Scenario, request: ScenarioRequest, prediction: Predictio
     )
 
 
-def _next(scenario: Scenario, request: ScenarioRequest, found: Sequence[Fix] | None) -> list[str]:
+def _next(scenario: Scenario, request: ScenarioRequest, changes: Sequence[Fix] | None) -> list[str]:
     """Commands to run after a prediction."""
     this = request.argument()
     steps = [f"simplan run {this}"] if scenario.job.cluster.id == THIS_MACHINE else []
@@ -158,13 +161,13 @@ def _next(scenario: Scenario, request: ScenarioRequest, found: Sequence[Fix] | N
     same_batch = request.with_batch(scenario.job.training.global_batch_size)
     search = same_batch.argument(without="plan")
     if request.is_file:
-        search += " --from-current" if found is None else " --set 'search={}'"
-    beside_jobs = any(isinstance(each, BackgroundJob) for each in scenario.job.cluster.background)
+        search += " --from-current" if changes is None else " --set 'search={}'"
+    beside_jobs = any(isinstance(background, BackgroundJob) for background in scenario.job.cluster.background)
     searched = [] if beside_jobs else [f"simplan search {search}"]  # every plan would simulate the other jobs: minutes
-    if found is None:
+    if changes is None:
         whole_run = [f"simplan goodput {this}"] if scenario.whole_run is not None and scenario.budget.has_length else []
         return [f"simplan explain {this}", *searched, *whole_run, *steps]
-    changed = [f"simplan predict {same_batch.with_overrides(found[0].changes).argument()}"] if found else []
+    changed = [f"simplan predict {same_batch.with_overrides(changes[0].changes).argument()}"] if changes else []
     return [*changed, *searched, f"simplan explain {this}", *steps]
 
 
@@ -180,3 +183,29 @@ def calibration_for(scenario: Scenario, file: Path | None) -> Calibration | None
         this = as_argument(scenario.file) if scenario.file and Path(scenario.file).exists() else "FILE"
         say(f"note: not every layer here was timed itself; `simplan calibrate {this}` times them")
     return calibration
+
+
+_OPTIONS = {"num_tokens": "--tokens", "price_per_device_hour": "--price"}
+
+
+def chosen_budget(options: Mapping[str, float | None], model: ModelSpec, *, has_length: bool) -> dict[str, float]:
+    """Fields of ``TrainingBudget`` that options give.
+
+    Args:
+        options: Fields of ``TrainingBudget``; None for options that are not given.
+        model: Model of the scenario.
+        has_length: True if the length of the training is known without ``--tokens``.
+
+    Raises:
+        SpecError: An option is out of range or has no effect; the error names the option.
+    """
+    fields = {name: value for name, value in options.items() if value is not None}
+    try:
+        check_budget(parse_model(TrainingBudget, fields), model)
+    except SpecError as error:
+        raise SpecError([replace(p, field=_OPTIONS[p.field.rpartition(".")[2]]) for p in error.problems]) from None
+    price = fields.get("price_per_device_hour")
+    if price is not None and "num_tokens" not in fields and not has_length:
+        rule = "is the price of a training whose number of tokens is missing"
+        raise SpecError(Problem(field="--price", value=f"{price:g}", rule=rule, fix="give --tokens too, e.g. 1e12"))
+    return fields

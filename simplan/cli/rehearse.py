@@ -9,7 +9,7 @@ from simplan.cli.calibrations import chosen, ensure, is_needed
 from simplan.cli.execute import RunOptions, refuse_other_software, refuse_what_is_only_predicted, run_spec_of_scenario
 from simplan.cli.terminal.output import print_result, write_result
 from simplan.cli.terminal.processes import run_executor
-from simplan.cli.terminal.progress import ProgressLine
+from simplan.cli.terminal.progress import ProgressLine, show_event
 from simplan.cli.terminal.scenario_request import ScenarioRequest
 from simplan.errors import Problem, SpecError
 from simplan.io import read_model, write_model
@@ -76,6 +76,6 @@ def _rehearse(job: RunSpec, rank: int, *, fake: bool) -> Rehearsal:
         with ProgressLine(f"rehearsing rank {rank} of {job.plan.num_devices}") as progress:
             run_executor(
                 [*command, "--fake"] if fake else command,
-                lambda event: progress.update(event["step"], event["of"], f"step {event['step']} of {event['of']}"),
+                lambda event: show_event(event, progress),
             )
         return read_model(result_file, Rehearsal)

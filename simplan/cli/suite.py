@@ -112,8 +112,8 @@ def _environment() -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="simplan-") as folder:
         file = Path(folder) / "environment.json"
         run_executor(["environment", "--out", str(file)], lambda event: None)
-        found: dict[str, Any] = json.loads(file.read_text())
-        return found
+        environment: dict[str, Any] = json.loads(file.read_text())
+        return environment
 
 
 def _check_device(device: str, environment: dict[str, Any]) -> None:
@@ -160,8 +160,8 @@ def _case(
     kind: Literal["run", "rehearsal"] = "rehearsal" if file.stem.startswith(_REHEARSED) else "run"
     digest = hashlib.sha256(file.read_bytes() + simplan.__version__.encode()).hexdigest()[:16]
     kept = folder.with_name(f"{folder.name}.case.json")
-    if kept.exists() and (found := read_model(kept, SuiteCase)).digest == digest:
-        return found
+    if kept.exists() and (earlier := read_model(kept, SuiteCase)).digest == digest:
+        return earlier
     if deadline_s - time.monotonic() < _MIN_S:
         return None
     limit_s = min(options.limit_s, deadline_s - time.monotonic())
@@ -194,14 +194,14 @@ def _command(
 def _takes(file: Path, calibration: Path | None) -> bool:
     """True when a calibration belongs to the scenario's device, and timed its precision."""
     try:
-        found = None if calibration is None else read(calibration)
-        if found is None:
+        calibrated = None if calibration is None else read(calibration)
+        if calibrated is None:
             return False
         job = load_scenario(file).job
-        refuse_other_device(found, job.cluster)
+        refuse_other_device(calibrated, job.cluster)
     except SpecError:
         return False
-    timed = {timing.dtype for timing in found.kernels} | {timing.dtype for timing in found.layers}
+    timed = {timing.dtype for timing in calibrated.kernels} | {timing.dtype for timing in calibrated.layers}
     return job.training.precision in timed
 
 
@@ -236,5 +236,5 @@ def _simplan(command: Sequence[str], limit_s: float) -> dict[str, Any]:
         errors = [line.removeprefix("error: ") for line in messages.splitlines() if line.startswith("error: ")]
         why = " ".join(errors) or f"ended with exit code {code}"
         raise SpecError(Problem(field="", rule=why))
-    found: dict[str, Any] = json.loads(result)
-    return found
+    document: dict[str, Any] = json.loads(result)
+    return document

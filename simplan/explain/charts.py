@@ -134,9 +134,16 @@ def memory_by_plan(job: Job, plans: Mapping[str, Changes], title: str = "") -> B
     Raises:
         SpecError: As for ``predict``.
     """
-    found = {name: predict(job.with_changes(changes)) for name, changes in plans.items()}
-    bars = tuple(Bar(name, memory_parts(prediction)) for name, prediction in found.items())
-    capacity = min((one.capacity_bytes for one in found.values() if one.capacity_bytes), default=None)
+    predictions = {name: predict(job.with_changes(changes)) for name, changes in plans.items()}
+    bars = tuple(Bar(name, memory_parts(prediction)) for name, prediction in predictions.items())
+    capacity = min(
+        (
+            prediction_of_plan.capacity_bytes
+            for prediction_of_plan in predictions.values()
+            if prediction_of_plan.capacity_bytes
+        ),
+        default=None,
+    )
     limit = None if capacity is None else (float(capacity), "device memory")
     return Bars(title or f"{job.model.name}: peak memory of a device", "bytes", MEMORY_PARTS, bars, limit)
 
@@ -279,13 +286,13 @@ def goodput_over_interval(document: Mapping[str, Any]) -> Curves:
 _INTERVALS_S = (1, 5, 15, 60, 300, 600, 1200, 2400, 3600, 2 * 3600, 4 * 3600, 8 * 3600, 86_400, 7 * 86_400)
 
 
-def ways_curves(found: WaysMap) -> Curves:
+def ways_curves(ways: WaysMap) -> Curves:
     """Curves of a map of ways to train, the slowest at the lowest bandwidth first."""
-    drawn = sorted(found.drawn, key=lambda curve: -curve.step_times_s[0])
+    drawn = sorted(ways.drawn, key=lambda curve: -curve.step_times_s[0])
     return Curves(
-        f"{found.name}: step time of ways to train",
+        f"{ways.name}: step time of ways to train",
         "a step of one way may be worth fewer samples than that of another",
-        CurveAxis(f"{found.link} per device", "bytes/s", is_log=True),
+        CurveAxis(f"{ways.link} per device", "bytes/s", is_log=True),
         CurveAxis("step time", "s", is_log=True),
-        tuple(Curve(one.name, tuple(zip(found.bytes_per_s, one.step_times_s, strict=True))) for one in drawn),
+        tuple(Curve(way.name, tuple(zip(ways.bytes_per_s, way.step_times_s, strict=True))) for way in drawn),
     )

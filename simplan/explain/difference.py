@@ -108,12 +108,12 @@ class Difference:
         has_terms = sum(row.group == main.group for row in self.time) > 1
         largest = f" (largest term: {term.name}, {format_difference(self._of_unit(term).difference, 's')})"
         than = "longer" if second_s > first_s else "shorter"
-        each = f"{main.name}: {format_difference(self._of_unit(main).difference, 's')}{largest * has_terms}."
+        sentence = f"{main.name}: {format_difference(self._of_unit(main).difference, 's')}{largest * has_terms}."
         if unit == "step":
-            return f"{step[:1].upper()}{step[1:]} is {than} mainly because of {each}"
+            return f"{step[:1].upper()}{step[1:]} is {than} mainly because of {sentence}"
         change = format_percent(abs(second_s / first_s - 1))
         times = f"{format_time(first_s)} -> {format_time(second_s)}"
-        return f"Per {unit}, {step} is {change} {than} ({times}), mainly because of {each}"
+        return f"Per {unit}, {step} is {change} {than} ({times}), mainly because of {sentence}"
 
     @property
     def _per_unit_s(self) -> tuple[float, float]:
@@ -177,16 +177,16 @@ def _lined_up(first: Iterable[ExplainedTerm], second: Iterable[ExplainedTerm]) -
     groups = list(dict.fromkeys(group for group, _ in (*ones, *others)))
     rows = []
     for key in dict.fromkeys((*ones, *others)):
-        one, other = ones.get(key, []), others.get(key, [])
+        before, after = ones.get(key, []), others.get(key, [])
         rows.append(
             DifferenceRow(
                 group=key[0],
                 name=key[1],
-                unit=(one or other)[0].unit,
-                first=sum(part.value for part in one),
-                second=sum(part.value for part in other),
-                first_formula="; ".join(part.formula for part in one),
-                second_formula="; ".join(part.formula for part in other),
+                unit=(before or after)[0].unit,
+                first=sum(part.value for part in before),
+                second=sum(part.value for part in after),
+                first_formula="; ".join(part.formula for part in before),
+                second_formula="; ".join(part.formula for part in after),
             )
         )
     return tuple(sorted(rows, key=lambda row: (groups.index(row.group), -abs(row.difference))))
@@ -196,19 +196,19 @@ def _by_name(
     terms: Iterable[ExplainedTerm], merged: Collection[tuple[str, str]]
 ) -> dict[tuple[str, str], list[ExplainedTerm]]:
     """Terms by group and name, or by group and whole for wholes in ``merged``."""
-    found: dict[tuple[str, str], list[ExplainedTerm]] = {}
+    terms_by_name: dict[tuple[str, str], list[ExplainedTerm]] = {}
     for term in terms:
         whole = (term.group, _whole(term))
-        found.setdefault(whole if whole in merged else (term.group, term.name), []).append(term)
-    return found
+        terms_by_name.setdefault(whole if whole in merged else (term.group, term.name), []).append(term)
+    return terms_by_name
 
 
 def _names_by_whole(terms: Iterable[ExplainedTerm]) -> dict[tuple[str, str], set[str]]:
     """Names of the terms of each group and whole."""
-    found: dict[tuple[str, str], set[str]] = {}
+    names: dict[tuple[str, str], set[str]] = {}
     for term in terms:
-        found.setdefault((term.group, _whole(term)), set()).add(term.name)
-    return found
+        names.setdefault((term.group, _whole(term)), set()).add(term.name)
+    return names
 
 
 def _whole(term: ExplainedTerm) -> str:

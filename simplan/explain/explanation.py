@@ -122,7 +122,7 @@ def _advice(prediction: Prediction, calibration: Calibration | None) -> tuple[st
         return ()
     from simplan.explain.network_advice import network_advice  # imports numba
 
-    return tuple(each.sentence() for each in network_advice(prediction, calibration))
+    return tuple(advice.sentence() for advice in network_advice(prediction, calibration))
 
 
 def _stragglers(prediction: Prediction, calibration: Calibration | None) -> str:
@@ -150,13 +150,13 @@ def _figures(prediction: Prediction) -> Iterator[ExplainedTerm]:
     step, devices = format_time(prediction.step_time_s), counted(cluster.num_devices, "device")
     samples = counted(prediction.job.sequences_per_step, model.sample)
     if model.sample != "sequence":
-        found, each = prediction.samples_per_s_per_device, ""
+        rate, of_samples = prediction.samples_per_s_per_device, ""
     else:
-        found, each = prediction.tokens_per_s_per_device, f" x {model.seq_len} tokens"
-    what = f"{'tokens' if each else 'images'} per second and device"
-    yield ExplainedTerm("figures", what, found, "", f"{samples}{each} / ({step} x {devices})")
+        rate, of_samples = prediction.tokens_per_s_per_device, f" x {model.seq_len} tokens"
+    what = f"{'tokens' if of_samples else 'images'} per second and device"
+    yield ExplainedTerm("figures", what, rate, "", f"{samples}{of_samples} / ({step} x {devices})")
     if (documents := prediction.document_tokens_per_s_per_device) < prediction.tokens_per_s_per_device:
-        share = f"{format_number(found)} x {documents / found:.4g}"
+        share = f"{format_number(rate)} x {documents / rate:.4g}"
         note = "the share of documents in all tokens"
         yield ExplainedTerm("figures", "tokens of documents per second and device", documents, "", share, note)
     if prediction.mfu is None or prediction.mfu_full_attention is None or prediction.hfu is None:

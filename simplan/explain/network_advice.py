@@ -71,7 +71,9 @@ def network_advice(prediction: Prediction, calibration: Calibration | None = Non
     if (order := faster_order(prediction, calibration)) is not None:
         nodes = ", ".join(f"node{node}" for node in order.nodes[:8]) + (", ..." if len(order.nodes) > 8 else "")
         tried.append(NetworkAdvice(f"give ranks to nodes in the order {nodes}", order.step_time_s, order.saving))
-    return tuple(sorted((each for each in tried if each.saving >= _LEAST_SAVING), key=lambda each: -each.saving))
+    return tuple(
+        sorted((advice for advice in tried if advice.saving >= _LEAST_SAVING), key=lambda advice: -advice.saving)
+    )
 
 
 def _wider(prediction: Prediction, network: Network, calibration: Calibration | None) -> Iterator[NetworkAdvice]:
@@ -79,10 +81,10 @@ def _wider(prediction: Prediction, network: Network, calibration: Calibration | 
     job, last = prediction.job, None
     assert job.cluster.topology is not None
     for doubling in range(1, _MAX_DOUBLINGS + 1):
-        found = _with_uplinks(job.cluster.topology, 2**doubling, network)
-        if found is None:
+        widened = _with_uplinks(job.cluster.topology, 2**doubling, network)
+        if widened is None:
             break
-        topology, words = found
+        topology, words = widened
         wider = predict(
             replace(job, cluster=job.cluster.model_copy(update={"topology": topology})), calibration=calibration
         )

@@ -114,4 +114,4 @@ def exposed_s(
     moving = active(label >= 0)
     exposed = (moving > 0) & (active(label < 0) == 0)
     each_s = lengths_s[exposed] / moving[exposed]
-    return np.array([active(label == one)[exposed] @ each_s for one in range(num_labels)])
+    return np.array([active(label == number)[exposed] @ each_s for number in range(num_labels)])

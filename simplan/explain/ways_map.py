@@ -120,19 +120,19 @@ def ways_map(job: Job, name: str) -> WaysMap:
     curves = []
     for way, fields in WAYS.items():
         try:
-            own = plan.with_changes(**{"replication": None, "compression": None, **_with_servers(fields, job)})
-            jobs = [replace(job, cluster=cluster, plan=own) for cluster in clusters]
-            times = tuple(summarize_step(each).step_time_s for each in jobs)
-            curves.append(WayCurve(way, own, times))
+            of_way = plan.with_changes(**{"replication": None, "compression": None, **_with_servers(fields, job)})
+            jobs = [replace(job, cluster=cluster, plan=of_way) for cluster in clusters]
+            times = tuple(summarize_step(changed).step_time_s for changed in jobs)
+            curves.append(WayCurve(way, of_way, times))
         except SpecError as error:
-            curves.append(WayCurve(way, plan, (), "; ".join(problem.sentence() for problem in error.problems)))
+            curves.append(WayCurve(way, plan, (), error.sentences))
     curves.sort(key=lambda curve: not curve.step_times_s)
     rates = tuple(link.bytes_per_s * factor for factor in _FACTORS)
     words = "bandwidth between nodes" if crosses else "bandwidth within the node"
-    found = WaysMap(name, words, rates, tuple(curves))
-    if not found.drawn:
+    ways = WaysMap(name, words, rates, tuple(curves))
+    if not ways.drawn:
         raise SpecError(Problem(field="plan", rule=curves[0].refused, fix="change the plan"))
-    return found
+    return ways
 
 
 def _with_servers(fields: Mapping[str, Any], job: Job) -> Mapping[str, Any]:
@@ -152,28 +152,28 @@ def _with_replicas(job: Job) -> ParallelPlan:
     return plan.with_changes(dp_replicate=nodes, dp_shard=left, zero_stage=plan.zero_stage if left > 1 else 0)
 
 
-def ways_lines(found: WaysMap) -> Iterator[str]:
+def ways_lines(ways: WaysMap) -> Iterator[str]:
     """Lines of text: step times by bandwidth, and where which way is the fastest."""
-    places = range(0, len(found.bytes_per_s), 3) if len(found.bytes_per_s) % 3 == 1 else range(len(found.bytes_per_s))
-    width = max(len(curve.name) for curve in found.drawn)
-    yield f"{found.name}: step time over {found.link}, per device"
-    heads = [format_rate(found.bytes_per_s[place]) for place in places]
+    places = range(0, len(ways.bytes_per_s), 3) if len(ways.bytes_per_s) % 3 == 1 else range(len(ways.bytes_per_s))
+    width = max(len(curve.name) for curve in ways.drawn)
+    yield f"{ways.name}: step time over {ways.link}, per device"
+    heads = [format_rate(ways.bytes_per_s[place]) for place in places]
     columns = [max(len(head), 9) for head in heads]
     yield "  " + " " * width + "".join(f"  {head:>{column}}" for head, column in zip(heads, columns, strict=True))
-    for curve in found.drawn:
+    for curve in ways.drawn:
         cells = [format_time(curve.step_times_s[place]) for place in places]
         row = "".join(f"  {cell:>{column}}" for cell, column in zip(cells, columns, strict=True))
         yield f"  {curve.name:{width}}{row}"
     yield ""
-    fastest = [found.fastest(place).name for place in range(len(found.bytes_per_s))]
+    fastest = [ways.fastest(place).name for place in range(len(ways.bytes_per_s))]
     yield "Fastest step (not the fewest samples: ways differ in those)"
     start = 0
     for place in range(1, len(fastest) + 1):
         if place == len(fastest) or fastest[place] != fastest[start]:
-            ends = [format_rate(found.bytes_per_s[end]) for end in (start, place - 1)]
+            ends = [format_rate(ways.bytes_per_s[end]) for end in (start, place - 1)]
             yield f"  {' to '.join(dict.fromkeys(ends))}: {fastest[start]}"
             start = place
-    refused = [curve for curve in found.curves if curve.refused]
+    refused = [curve for curve in ways.curves if curve.refused]
     if refused:
         yield ""
         yield "Not drawn"

@@ -126,7 +126,7 @@ def _interval_s(setup: RunSetup) -> float:
     """Seconds of work that a stop can lose."""
     if setup.policy == "continue":
         return setup.step_s
-    every = [each for each in (setup.checkpoint_every, setup.memory_every) if each]
+    every = [steps for steps in (setup.checkpoint_every, setup.memory_every) if steps]
     return min([*every, setup.num_steps]) * setup.step_s
 
 

@@ -108,7 +108,11 @@ def with_recovery(setup: RunSetup, recovery: RecoveryTimes) -> RunSetup:
 
 def scaled(setup: RunSetup, scale: float) -> RunSetup:
     """The numbers of a run whose times, those of steps excepted, pass in 1 / ``scale`` of their seconds."""
-    times = {each.name for each in fields(setup) if each.name.endswith("_s") and each.name != "trace_s"}
+    times = {
+        field_of_setup.name
+        for field_of_setup in fields(setup)
+        if field_of_setup.name.endswith("_s") and field_of_setup.name != "trace_s"
+    }
     causes = tuple(
         replace(cause, mtbf_s=cause.mtbf_s / scale, age_s=cause.age_s / scale, repair_s=cause.repair_s / scale)
         for cause in setup.causes

@@ -1,4 +1,4 @@
-"""Best checkpoint interval: the mean time of the run over the interval, with equal failures at every interval.
+"""Best checkpoint interval: that of Young and of Daly, and by the mean time of the run with equal failures at each.
 
 Between the grid's points the mean time is fitted by a + b / interval + c interval, the form of Young's model, whose
 minimum is sqrt(b / c).
@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from simplan.goodput.closed_forms import daly_s, young_s
 from simplan.goodput.engines.simulate import simulate
 from simplan.goodput.rates import mtbf_s
 from simplan.goodput.setup import RunSetup
@@ -24,6 +23,27 @@ _FITTED_OCTAVES = 1.5
 """Octaves on each side of the best point of the grid that are fitted."""
 _NUM_FITTED = 3
 """Parameters of the fit."""
+
+
+def young_s(blocking_s: float, mtbf_s: float) -> float:
+    """Best interval of work between checkpoints, first order: sqrt(2 blocking M).
+
+    J. W. Young, "A first order approximation to the optimum checkpoint interval", Communications of the ACM 17(9),
+    1974. It holds while the interval is far below ``mtbf_s``.
+    """
+    return math.sqrt(2 * blocking_s * mtbf_s)
+
+
+def daly_s(blocking_s: float, mtbf_s: float) -> float:
+    """Best interval of work between checkpoints, higher order; the mean time itself for checkpoints of twice that.
+
+    J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation
+    Computer Systems 22(3), 2006.
+    """
+    if blocking_s >= 2 * mtbf_s:
+        return mtbf_s
+    half = blocking_s / (2 * mtbf_s)
+    return young_s(blocking_s, mtbf_s) * (1 + math.sqrt(half) / 3 + half / 9) - blocking_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,18 +121,18 @@ def interval_curve(setup: RunSetup, *, num_runs: int, seed: int = 0, jobs: int =
 def _grid(center: float, num_steps: int) -> list[int]:
     """Steps between checkpoints around a center, ascending."""
     number = _OCTAVES * _POINTS_PER_OCTAVE
-    factors = (2.0 ** (each / _POINTS_PER_OCTAVE) for each in range(-number, number + 1))
+    factors = (2.0 ** (half_octave / _POINTS_PER_OCTAVE) for half_octave in range(-number, number + 1))
     return sorted({min(max(round(center * factor), 1), num_steps) for factor in factors})
 
 
 def _fitted(best: int, times: dict[int, float]) -> int:
     """Steps at the minimum of a + b / x + c x through the points near the best one; that one if there is no minimum."""
-    near = [each for each in times if abs(math.log2(each / best)) <= _FITTED_OCTAVES]
+    near = [steps for steps in times if abs(math.log2(steps / best)) <= _FITTED_OCTAVES]
     if len(near) <= _NUM_FITTED:
         return best
     x = np.asarray(near, dtype=float)
     basis = np.stack([np.ones_like(x), 1 / x, x], axis=1)
-    _, inverse, linear = np.linalg.lstsq(basis, np.asarray([times[each] for each in near]), rcond=None)[0]
+    _, inverse, linear = np.linalg.lstsq(basis, np.asarray([times[steps] for steps in near]), rcond=None)[0]
     if inverse <= 0 or linear <= 0:
         return best
     return min(max(round(math.sqrt(inverse / linear)), min(near)), max(near))

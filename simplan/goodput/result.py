@@ -218,7 +218,7 @@ class GoodputResult:
 
 def _word(name: str) -> str:
     """Name of a cause as part of a column's name."""
-    return "_".join("".join(each if each.isalnum() else " " for each in name.lower()).split())
+    return "_".join("".join(letter if letter.isalnum() else " " for letter in name.lower()).split())
 
 
 def _quantiles(values: Floats) -> dict[str, float]:

@@ -54,8 +54,8 @@ class RunLength(Spec):
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
-        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
-        if len(given) != 1:
+        lengths = [name for name in type(self).model_fields if getattr(self, name) is not None]
+        if len(lengths) != 1:
             raise ValueError("needs one of num_steps, num_tokens, num_samples and samples_at_batch")
         return self
 
@@ -329,11 +329,11 @@ class Spot(Spec):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        given = [name for name in ("preemptions_per_h", "trace", "zone") if getattr(self, name) is not None]
-        if len(given) != 1:
+        sources = [name for name in ("preemptions_per_h", "trace", "zone") if getattr(self, name) is not None]
+        if len(sources) != 1:
             raise ValueError("needs one of preemptions_per_h, trace and zone")
         if self.wait_h is not None and self.preemptions_per_h is None:
-            raise ValueError(f"wait_h goes with preemptions_per_h; {given[0]} says when nodes are there")
+            raise ValueError(f"wait_h goes with preemptions_per_h; {sources[0]} says when nodes are there")
         return self
 
 

@@ -216,7 +216,7 @@ def _rail(topology: Rail, nodes: int, ports: int, rate: float) -> list[SwitchTie
     group, rail = np.arange(nodes, dtype=np.int64) // topology.nodes_per_group, np.arange(ports) % rails
     leaf = (group[:, None] * rails + rail[None, :]).ravel()
     groups = int(group[-1]) + 1
-    names = tuple(f"group{index}.rail{each}" for index in range(groups) for each in range(rails))
+    names = tuple(f"group{index}.rail{rail_index}" for index in range(groups) for rail_index in range(rails))
     cards = topology.nodes_per_group * np.bincount(rail, minlength=rails)
     uplinks = np.tile(cards * rate / topology.oversubscription, groups)
     spine = np.zeros(groups * rails, dtype=np.int64)
@@ -247,9 +247,9 @@ def _tiers_of_sites(topology: Sites, nodes: int, ports: int, rate: float) -> lis
     """Tiers of every site, each site's border, and the network between sites."""
     site = np.arange(nodes, dtype=np.int64) // topology.nodes_per_site
     sites, site_rate = int(site[-1]) + 1, topology.gbit_per_site * _BYTES_PER_GBIT
-    one = _tiers(topology.inside, topology.nodes_per_site, ports, rate)
+    site_tiers = _tiers(topology.inside, topology.nodes_per_site, ports, rate)
     tiers, num_below = [], nodes * ports
-    for tier in one:
+    for tier in site_tiers:
         whole, groups = len(tier.group_of), len(tier.names)
         below = np.arange(num_below, dtype=np.int64)
         tiers.append(
@@ -260,9 +260,9 @@ def _tiers_of_sites(topology: Sites, nodes: int, ports: int, rate: float) -> lis
             )
         )
         num_below = sites * groups
-    each = np.arange(sites, dtype=np.int64)
-    if np.prod([tier.planes for tier in one]) > 1:
-        tiers.append(_tier("site", each, site_rate, suffix=".border")._replace(merges=True))
+    numbers = np.arange(sites, dtype=np.int64)
+    if np.prod([tier.planes for tier in site_tiers]) > 1:
+        tiers.append(_tier("site", numbers, site_rate, suffix=".border")._replace(merges=True))
     wan = np.zeros(sites, dtype=np.int64)
     return [*tiers, _tier("wan", wan, site_rate)._replace(latency_s=(topology.latency_s or 0.0) / 2)]
 

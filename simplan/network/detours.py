@@ -109,13 +109,13 @@ def _level(load: Floats, legs: Ints, slowness: Floats, busy: float, wanted: floa
 
 
 @jit
-def divert(load: Floats, link: int, own: float, legs: Ints, slowness: Floats, shares: Floats) -> float:
+def divert(load: Floats, link: int, own_share: float, legs: Ints, slowness: Floats, shares: Floats) -> float:
     """Sets the shares of a link's own traffic that take its detours, given the load of all others.
 
     Args:
         load: ``(num_links,)`` Busy share of each link; updated.
         link: The link.
-        own: Busy share of the link by traffic on its minimal path; the rest are detours of others.
+        own_share: Busy share of the link by traffic on its minimal path; the rest are detours of others.
         legs, slowness, shares: See ``DetourShares``; shares are updated.
 
     Returns:
@@ -125,11 +125,11 @@ def divert(load: Floats, link: int, own: float, legs: Ints, slowness: Floats, sh
     for row in range(len(legs)):
         for place in range(legs.shape[1]):
             if legs[row, place] >= 0:
-                load[legs[row, place]] -= own * shares[row] * slowness[row, place]
-        load[link] += own * shares[row]
+                load[legs[row, place]] -= own_share * shares[row] * slowness[row, place]
+        load[link] += own_share * shares[row]
     busy = load[link]
     even = _level(load, legs, slowness, busy, -1.0)
-    wanted = min(own, busy - max(1.0, even))
+    wanted = min(own_share, busy - max(1.0, even))
     total = 0.0
     if wanted > 0.0:
         level = _level(load, legs, slowness, busy, wanted)
@@ -138,12 +138,12 @@ def divert(load: Floats, link: int, own: float, legs: Ints, slowness: Floats, sh
             total += shares[row]
     changed = 0.0
     for row in range(len(legs)):
-        shares[row] = shares[row] / total * min(wanted, total) / own if total > 0.0 else 0.0
-        load[link] -= own * shares[row]
+        shares[row] = shares[row] / total * min(wanted, total) / own_share if total > 0.0 else 0.0
+        load[link] -= own_share * shares[row]
         for place in range(legs.shape[1]):
             if legs[row, place] >= 0:
-                load[legs[row, place]] += own * shares[row] * slowness[row, place]
-                changed = max(changed, own * abs(shares[row] - before[row]) * slowness[row, place])
+                load[legs[row, place]] += own_share * shares[row] * slowness[row, place]
+                changed = max(changed, own_share * abs(shares[row] - before[row]) * slowness[row, place])
     return changed
 
 
@@ -165,8 +165,8 @@ def on_detours(usage: LinkUsage, splits: dict[int, DetourShares]) -> LinkUsage:
     here = (usage.seconds, usage.connections, usage.num_bytes)
     all_links, where = np.unique(np.concatenate(links), return_inverse=True)
     seconds, connections, num_bytes = (
-        np.bincount(where, np.concatenate([own * kept, *parts]), len(all_links)).astype(np.float64)
-        for own, parts in zip(here, zip(*rows, strict=True), strict=True)
+        np.bincount(where, np.concatenate([direct_share * kept, *parts]), len(all_links)).astype(np.float64)
+        for direct_share, parts in zip(here, zip(*rows, strict=True), strict=True)
     )
     used = connections > 0
     return usage._replace(

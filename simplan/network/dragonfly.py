@@ -107,8 +107,8 @@ class DragonflyInterconnect(Interconnect):
     def levels(self, card_of: NDArray[np.int32]) -> tuple[Level, ...]:
         """Routers and groups, without those that hold all devices."""
         routers = self._router_of_card[card_of - self._first_card].astype(np.int32)
-        found = (("switch", routers), ("group", (routers // self._per_group).astype(np.int32)))
-        return tuple((name, domain) for name, domain in found if (domain != domain[0]).any())
+        levels = (("switch", routers), ("group", (routers // self._per_group).astype(np.int32)))
+        return tuple((name, domain) for name, domain in levels if (domain != domain[0]).any())
 
     def _gateway(self, group: int, other: int) -> int:
         """Router of a group that has the link to another group."""

@@ -159,12 +159,12 @@ class Fabric:
 
     def routes(self, source: int, destination: int) -> tuple[Route, ...]:
         """Paths that a flow takes from one vertex to another, each with the share of its bytes."""
-        found = self._routes.get((source, destination))
-        if found is None:
-            found = self._find_routes(source, destination)
+        routes = self._routes.get((source, destination))
+        if routes is None:
+            routes = self._find_routes(source, destination)
             if len(self._routes) < _MAX_CACHED_PATHS:
-                self._routes[source, destination] = found
-        return found
+                self._routes[source, destination] = routes
+        return routes
 
     def _find_routes(self, source: int, destination: int) -> tuple[Route, ...]:
         if self.interconnect is None or not self.interconnect.has_routes or self._is_inside_node(source, destination):

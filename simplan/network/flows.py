@@ -457,8 +457,8 @@ def _slice(kind: CollectiveKind, members: Sequence[int], cluster: ClusterSpec) -
         gathered = 0.0
         for first in range(len(axes)):
             before = 1
-            for each in range(first, first + (index - first) % len(axes)):
-                before *= sides[each % len(axes)]
+            for place in range(first, first + (index - first) % len(axes)):
+                before *= sides[place % len(axes)]
             gathered += before * (sides[index] - 1) / len(members) / len(axes)
         for line in axis.lines:
             yield from _line(kind, line, gathered, closes=axis.closes)

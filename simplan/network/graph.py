@@ -51,21 +51,21 @@ class GraphInterconnect(Interconnect):
         """Paths of the connections; with adaptive routing all shortest ones, of many those with the largest shares."""
         if not self._adaptive:
             return super().routes(source, destination)
-        found: list[Route] = []
+        routes: list[Route] = []
         border: dict[tuple[tuple[int, ...], int], float] = {((), source): 1.0}
         while border:
             longer: defaultdict[tuple[tuple[int, ...], int], float] = defaultdict(float)
             for (path, place), share in border.items():
                 if place == destination:
-                    found.append((path, share))
+                    routes.append((path, share))
                     continue
                 nearer = self._nearer(place, destination)
                 total = sum(self._rates[link] for link in nearer)
                 for link in nearer:
                     longer[(*path, link), self._ends[link][1]] += share * self._rates[link] / total
             border = dict(sorted(longer.items(), key=lambda item: -item[1])[:_MAX_ROUTES])
-        total = sum(share for _, share in found)
-        return tuple((path, share / total) for path, share in found)
+        total = sum(share for _, share in routes)
+        return tuple((path, share / total) for path, share in routes)
 
     def _nearer(self, place: int, destination: int) -> list[int]:
         """Links from a vertex to the next ones of its shortest paths."""
@@ -74,13 +74,13 @@ class GraphInterconnect(Interconnect):
 
     def _distances_to(self, destination: int) -> dict[int, int]:
         """Number of links from every vertex to one, by breadth-first search."""
-        found = self._distances.get(destination)
-        if found is None:
-            found = {destination: 0}
+        distances = self._distances.get(destination)
+        if distances is None:
+            distances = {destination: 0}
             border, distance = [destination], 0
             while border:
                 before = [self._ends[link][0] for vertex in border for link in self._links_in[vertex]]
-                border, distance = [vertex for vertex in dict.fromkeys(before) if vertex not in found], distance + 1
-                found |= dict.fromkeys(border, distance)
-            self._distances[destination] = found
-        return found
+                border, distance = [vertex for vertex in dict.fromkeys(before) if vertex not in distances], distance + 1
+                distances |= dict.fromkeys(border, distance)
+            self._distances[destination] = distances
+        return distances

@@ -118,20 +118,20 @@ def _fill(
             low = min(low, level[where[k]])
         kept = 0
         for k in range(len(rising)):
-            c, one = rising[k], where[k]
+            c, member = rising[k], where[k]
             if circle:
-                if level[one] > low * (1.0 + _EQUAL):
+                if level[member] > low * (1.0 + _EQUAL):
                     rising[kept] = c
                     kept += 1
                     continue
                 early[num_early] = c
                 num_early += 1
-            elif one >= 0 and least[one] < 1.0 - _EQUAL:
+            elif member >= 0 and least[member] < 1.0 - _EQUAL:
                 rising[kept] = c
                 kept += 1
                 continue
-            rates[c] = limits[usages[c]] if one < 0 else rates[c] + lowest[k]
-            bottleneck[c] = one
+            rates[c] = limits[usages[c]] if member < 0 else rates[c] + lowest[k]
+            bottleneck[c] = member
             for entry in range(first[usages[c]], first[usages[c] + 1]):
                 free[link[entry]] -= lowest[k] * seconds[entry]
         rising = rising[:kept]
@@ -398,7 +398,7 @@ def _push(state: StepState, at_s: float, event: int) -> None:
 def _pop(state: StepState) -> int:
     """Removes the first event, and returns it."""
     times_s, numbers, events = state.event_s, state.event_number, state.event
-    found = int(events[0])
+    first = int(events[0])
     state.counts[_EVENTS] -= 1
     size, at = state.counts[_EVENTS], 0
     last_s, last = times_s[size], numbers[size]
@@ -411,7 +411,7 @@ def _pop(state: StepState) -> int:
         times_s[at], numbers[at], events[at] = times_s[below], numbers[below], events[below]
         at = below
     times_s[at], numbers[at], events[at] = last_s, last, events[size]
-    return found
+    return first
 
 
 @jit_uncounted

@@ -246,7 +246,7 @@ class Usages:
         routes = [fabric.routes(flow.source, flow.destination) for flow in flows.each()]
         distance_s, window_s = self._distance(way, flows, routes) if fabric.has_distance else (0.0, None)
         shares, phase = flows.shares, flows.phases
-        paths = [one for parts in routes for one in parts]
+        paths = [path_part for parts in routes for path_part in parts]
         if len(paths) > len(routes):
             counts = [len(parts) for parts in routes]
             shares, phase = np.repeat(shares, counts), np.repeat(phase, counts)

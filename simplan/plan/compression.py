@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from simplan.base import Count, NonNegative, SpecOfKind
+from simplan.base import Count, NonNegative, SpecOfKind, named_kind
 
 CompressionKind = Literal["fp16", "bf16", "powersgd", "top_k", "random_k", "int8", "int4", "one_bit", "one_bit_adam"]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -30,11 +30,6 @@ _EXCHANGES = ("all_to_all", "all_gather")
 _IN_FEW_BITS = ("int8", "int4", "one_bit", "one_bit_adam")
 BLOCK = 1024
 """Elements with a common FP32 scale, in kinds that send few bits of each."""
-
-
-def _named(data: Any) -> Any:
-    """The mapping of ``compression: fp16``."""
-    return {"kind": data} if isinstance(data, str) else data
 
 
 class Compression(SpecOfKind):
@@ -146,7 +141,7 @@ class Compression(SpecOfKind):
 
 
 CompressionSection = Annotated[
-    Compression, BeforeValidator(_named, json_schema_input_type=Compression | CompressionKind)
+    Compression, BeforeValidator(named_kind, json_schema_input_type=Compression | CompressionKind)
 ]
 
 

@@ -48,18 +48,18 @@ def read_host_file(path: str | Path, devices_per_node: int, num_devices: int) ->
         if node > last:
             rule = f"line {number} names {host}, and the nodes of the cluster are node0 to node{last}"
             fix = "write the numbers of the nodes in the topology, in the order of the ranks"
-            raise _wrong(path, rule, fix)
+            raise bad_file(path, rule, fix)
         there = min(devices_per_node, num_devices - node * devices_per_node)
         for _ in range(min(per_line, there) if slots is None else slots):
             if taken[node] == there:
                 rule = f"line {number} gives {host} more ranks than its {counted(there, 'device')}"
-                raise _wrong(path, rule, f"use slots={there}, and name each node once")
+                raise bad_file(path, rule, f"use slots={there}, and name each node once")
             devices.append(node * devices_per_node + taken[node])
             taken[node] += 1
     if len(devices) != num_devices:
         idle = next(node for node in range(last + 1) if taken[node] < devices_per_node)
         rule = f"has {counted(len(devices), 'rank')}, and the cluster has {counted(num_devices, 'device')}"
-        raise _wrong(path, rule, f"add node{idle} slots={devices_per_node - taken[idle]}, or use fewer nodes")
+        raise bad_file(path, rule, f"add node{idle} slots={devices_per_node - taken[idle]}, or use fewer nodes")
     return tuple(devices)
 
 
@@ -113,21 +113,22 @@ def _lines(path: Path) -> Iterator[tuple[int, str, int | None]]:
     """Line number, host and slots of every line; None for a line without slots."""
     try:
         if path.stat().st_size > _MAX_BYTES:
-            raise _wrong(path, f"is larger than {_MAX_BYTES // 1024**2} MiB", "use a smaller file")
+            raise bad_file(path, f"is larger than {_MAX_BYTES // 1024**2} MiB", "use a smaller file")
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "is not a text file"
-        raise _wrong(path, f"cannot be read: {reason}", "name a hostfile with lines such as node0 slots=8") from error
+        raise bad_file(path, f"cannot be read: {reason}", "name a hostfile with lines such as node0 slots=8") from error
     for number, line in enumerate(text.splitlines(), 1):
         said = line.partition("#")[0].strip()
         if not said:
             continue
         found = _LINE.fullmatch(said)
         if found is None:
-            raise _wrong(path, f"line {number} is {said!r}", "write a host and its slots, such as node0 slots=8")
+            raise bad_file(path, f"line {number} is {said!r}", "write a host and its slots, such as node0 slots=8")
         slots = found["slots"] or found["number"]
         yield number, found["host"], None if slots is None else int(slots)
 
 
-def _wrong(path: Path, rule: str, fix: str) -> SpecError:
+def bad_file(path: Path, rule: str, fix: str) -> SpecError:
+    """Error of a file that ``plan.placement`` names."""
     return SpecError(Problem(field="plan.placement", value=str(path), rule=rule, fix=fix))

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from simplan.errors import Problem, SpecError, did_you_mean
-from simplan.plan.hostfile import is_host_file
+from simplan.errors import did_you_mean
+from simplan.plan.hostfile import bad_file, is_host_file
 
 if TYPE_CHECKING:
     from simplan.plan.plan import Axis, ParallelPlan
@@ -263,18 +263,18 @@ def read_rank_file(path: str | Path, devices_per_node: int) -> tuple[int, ...]:
         rank, node, device = (_whole(path, number, name, row[name]) for name in _COLUMNS)
         if device >= devices_per_node:
             fix = f"use 0 to {devices_per_node - 1}"
-            raise _wrong(path, f"line {number} has device {device}, and a node has {devices_per_node} devices", fix)
+            raise bad_file(path, f"line {number} has device {device}, and a node has {devices_per_node} devices", fix)
         if rank in places:
-            raise _wrong(path, f"line {number} has rank {rank} once more", "name each rank once")
+            raise bad_file(path, f"line {number} has rank {rank} once more", "name each rank once")
         if (node, device) in taken:
             where = f"device {device} of node {node}"
             rule = f"puts ranks {taken[node, device]} and {rank} on {where} (line {number})"
-            raise _wrong(path, rule, "give each rank its own device")
+            raise bad_file(path, rule, "give each rank its own device")
         places[rank], taken[node, device] = (node, device), rank
     missing = next((rank for rank in range(len(places)) if rank not in places), None)
     if missing is not None or not places:
         rule = "has no ranks" if missing is None else f"has {len(places)} ranks, and not rank {missing}"
-        raise _wrong(path, rule, "add a line for each rank, from 0 on")
+        raise bad_file(path, rule, "add a line for each rank, from 0 on")
     return tuple(node * devices_per_node + device for _, (node, device) in sorted(places.items()))
 
 
@@ -282,18 +282,18 @@ def _rows(path: Path) -> Iterable[tuple[int, dict[str, str]]]:
     """Line number and cells of every line, by column."""
     try:
         if path.stat().st_size > _MAX_BYTES:
-            raise _wrong(path, f"is larger than {_MAX_BYTES // 1024**2} MiB", "use a smaller file")
+            raise bad_file(path, f"is larger than {_MAX_BYTES // 1024**2} MiB", "use a smaller file")
         with path.open(newline="", encoding="utf-8-sig") as opened:
             lines = list(csv.reader(opened))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or "is not a text file with comma-separated values"
-        raise _wrong(
+        raise bad_file(
             path, f"cannot be read: {reason}", "name a CSV file with the columns rank, node, device"
         ) from error
     columns = [cell.strip().lower() for cell in lines[0]] if lines else []
     absent = [name for name in _COLUMNS if name not in columns]
     if absent:
-        raise _wrong(path, f"has no column {absent[0]} in its first line", "begin it with rank,node,device")
+        raise bad_file(path, f"has no column {absent[0]} in its first line", "begin it with rank,node,device")
     for number, line in enumerate(lines[1:], 2):
         if any(cell.strip() for cell in line):
             yield (
@@ -305,9 +305,5 @@ def _rows(path: Path) -> Iterable[tuple[int, dict[str, str]]]:
 def _whole(path: Path, number: int, name: str, cell: str) -> int:
     text = cell.strip()
     if not (text.isascii() and text.isdecimal() and len(text) <= 9):
-        raise _wrong(path, f"line {number} has the {name} {text!r}", "write a whole number, from 0 on")
+        raise bad_file(path, f"line {number} has the {name} {text!r}", "write a whole number, from 0 on")
     return int(text)
-
-
-def _wrong(path: Path, rule: str, fix: str) -> SpecError:
-    return SpecError(Problem(field="plan.placement", value=str(path), rule=rule, fix=fix))

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from simplan.base import Count, Spec, SpecOfKind
+from simplan.base import Count, Spec, SpecOfKind, named_kind
 from simplan.plan.collectives import ParameterPlacement
 from simplan.units import counted
 
@@ -59,11 +59,6 @@ class Outer(Spec):
     def num_states(self) -> int:
         """Copies of the parameters that the outer optimizer keeps between rounds: themselves, and momentum."""
         return 2 if self.optimizer == "nesterov" and self.momentum else 1
-
-
-def _named(data: Any) -> Any:
-    """The mapping of ``replication: diloco``."""
-    return {"kind": data} if isinstance(data, str) else data
 
 
 class Replication(SpecOfKind):
@@ -248,5 +243,5 @@ class Replication(SpecOfKind):
 
 
 ReplicationSection = Annotated[
-    Replication, BeforeValidator(_named, json_schema_input_type=Replication | ReplicationKind)
+    Replication, BeforeValidator(named_kind, json_schema_input_type=Replication | ReplicationKind)
 ]

@@ -196,7 +196,7 @@ def _of_machine(job: Job, program_costs: ProgramCosts, short_bytes: int) -> Iter
     if cluster.is_mixed:
         yield "communication between different nodes moves at the rate of the slowest of their links"
     if cluster.stragglers:
-        slow = "; ".join(each.words for each in cluster.stragglers)
+        slow = "; ".join(straggler.words for straggler in cluster.stragglers)
         yield f"slow ranks: {slow} the time of the others to compute; `simplan explain` says what they cost"
     if cluster.jitter is not None:
         yield (
@@ -278,9 +278,9 @@ def _of_links(cluster: ClusterSpec) -> Iterator[str]:
             for slow in flapping
         )
         yield f"flapping links: {listed}, from a fixed time of the step on; no packet is lost or sent again"
-    if (own := hashed(cluster.topology)) is not None:
-        more = "" if own.num_seeds > 1 else "; num_seeds: 20 says how much other seeds change"
-        yield f"a hash picks a path of the fewest links for every connection (ECMP, seed {own.seed}){more}"
+    if (hashing := hashed(cluster.topology)) is not None:
+        more = "" if hashing.num_seeds > 1 else "; num_seeds: 20 says how much other seeds change"
+        yield f"a hash picks a path of the fewest links for every connection (ECMP, seed {hashing.seed}){more}"
     if cluster.background_jobs:
         yield (
             "background jobs repeat their steps, as estimated from datasheets; this step begins with one of theirs, or "
@@ -371,11 +371,11 @@ def _source_of_estimates(device: DeviceSpec, software: SoftwareSpec, *, of_trans
             f"{name} is estimated from datasheets: no published run on {device.architecture} was seen; a wide interval"
         )
     if software.rates.fitted_on is None:
-        own = f"but none of {software.id}, hence the wide interval"
+        besides = f"but none of {software.id}, hence the wide interval"
     elif not of_transformer:
-        own = "but none of convolutions, hence the wide interval"
+        besides = "but none of convolutions, hence the wide interval"
     else:
-        own = f"and of {software.rates_profile}" + f", with the kernels of {software.id}" * (
+        besides = f"and of {software.rates_profile}" + f", with the kernels of {software.id}" * (
             software.rates_of is not None
         )
-    return f"{name} is estimated from datasheets and rates fitted on published runs of {device.architecture}, {own}"
+    return f"{name} is estimated from datasheets and rates fitted on published runs of {device.architecture}, {besides}"

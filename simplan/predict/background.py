@@ -38,7 +38,7 @@ def _step_of(cluster: ClusterSpec, background: BackgroundJob, field: str) -> Bac
     try:
         refuse_many_actions(job, len(folding.ranks), whole)
     except SpecError as error:
-        raise SpecError(replace(each, field=f"{field}.job.{each.field}") for each in error.problems) from None
+        raise SpecError(replace(problem, field=f"{field}.job.{problem.field}") for problem in error.problems) from None
     expand_all = collectives_of_layers_leave_nodes(job) or expands_all(job, folding, whole)
     simulated = TruncatedStep(job, Extent(whole, 0, whole), None, 2, folding, expand_all).simulated[0]
     return BackgroundStep(field, background, job, simulated.program, simulated.program_costs)

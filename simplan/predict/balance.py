@@ -38,16 +38,16 @@ def balanced(job: Job, calibration: Calibration | None = None) -> Job:
     most = [total] * plan.dp
     while True:
         sizes = balanced_sizes(total, [partial(seconds, of) for of in groups], most)
-        found = job.with_plan(plan.model_copy(update={"microbatch_sizes": sizes, "microbatch_size": max(sizes)}))
+        sized = job.with_plan(plan.model_copy(update={"microbatch_sizes": sizes, "microbatch_size": max(sizes)}))
         if plan.dp == total:
-            return found
-        over = _over_memory(found, cost, calibration)
+            return sized
+        over = _over_memory(sized, cost, calibration)
         fewer = [
             min(limit, size - 1) if place in over else limit
             for place, (limit, size) in enumerate(zip(most, sizes, strict=True))
         ]
         if not over or min(fewer) < 1 or sum(fewer) < total:
-            return found
+            return sized
         most = fewer
 
 
@@ -81,10 +81,10 @@ def balanced_sizes(
 
 def groups_of_replicas(job: Job) -> list[tuple[int, ...]]:
     """By data-parallel rank, the node groups of its pipeline, tensor- and context-parallel ranks."""
-    mapping, found = RankMapping.of(job.plan), [set[int]() for _ in range(job.plan.dp)]
+    mapping, node_groups = RankMapping.of(job.plan), [set[int]() for _ in range(job.plan.dp)]
     for rank in range(mapping.world_size):
-        found[mapping.dp_rank(rank)].add(job.group_of(rank) or 0)
-    return [tuple(sorted(groups)) for groups in found]
+        node_groups[mapping.dp_rank(rank)].add(job.group_of(rank) or 0)
+    return [tuple(sorted(groups)) for groups in node_groups]
 
 
 def _over_memory(job: Job, cost: CostModel, calibration: Calibration | None) -> set[int]:

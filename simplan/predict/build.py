@@ -345,10 +345,10 @@ def sharing_of(program: Program, cluster: ClusterSpec, cost: CostModel) -> CoreU
     Communication between nodes waits for the network and keeps no core busy. The two directions between a pair of ranks
     are serialized (``simplan.cost.communication.gloo``).
     """
-    found = cores_of_ranks(cluster, cost)
-    if found is None:
+    core_use = cores_of_ranks(cluster, cost)
+    if core_use is None:
         return None
-    cores, threads, communication_cores = found
+    cores, threads, communication_cores = core_use
     placement = cost.placement if isinstance(cost, CalibratedCost) else None
     devices = range(cluster.num_devices) if placement is None else placement.devices
     node_of = [cluster.node_of(device) for device in devices]
@@ -397,9 +397,9 @@ def assign_layers(job: Job, cost: CostModel, max_blocks: Sequence[int] | None = 
     model, plan = job.model, job.plan
     if plan.num_stages == 1:
         return StageAssignment((0, 1 + model.num_blocks + model.num_last_layers))
-    given = given_stage_layers(job)
-    if given is not None:
-        return assign_stage_layers(given, model.num_last_layers)
+    fixed = given_stage_layers(job)
+    if fixed is not None:
+        return assign_stage_layers(fixed, model.num_last_layers)
     ranks = stage_ranks(plan.schedule, plan.pp, plan.num_stages) if plan.pp > 1 else None
     if len(set(job.stage_groups)) > 1:
         times_s = [_slowest_times_s(job, cost, groups) for groups in job.stage_groups]
@@ -457,8 +457,8 @@ def table_of(job: Job, assignment: StageAssignment, cost: CostModel, num_microba
     """Make the action table of a step; the cost model is for schedules that depend on stage times."""
     facts = SCHEDULE_FACTS.get(job.plan.schedule)
     timed = facts is not None and facts.needs_times
-    found = _stage_times(job, assignment, cost) if timed else ()
-    return plan_table(job.plan, num_microbatches, *found)
+    stage_times = _stage_times(job, assignment, cost) if timed else ()
+    return plan_table(job.plan, num_microbatches, *stage_times)
 
 
 def _stage_times(job: Job, assignment: StageAssignment, cost: CostModel) -> tuple[StageTimes, float]:

@@ -102,8 +102,8 @@ class Contention:
         busy_s = np.bincount(key, seconds * counts[owner], size).astype(np.float64).reshape(num_links, len(names))
         moved = np.asarray(np.bincount(link, num_bytes * counts[owner], num_links), np.float64)
         lost_s = np.zeros((num_links, len(names)))
-        for one, late_s, full in self._delays():
-            lost_s[full, number[one]] += late_s / len(full)
+        for usage, late_s, full in self._delays():
+            lost_s[full, number[usage]] += late_s / len(full)
         return busy_s, lost_s, moved
 
     def _fractions(self, step_time_s: float) -> _Floats:
@@ -144,15 +144,15 @@ class Contention:
         keys, which = np.unique(usage * len(self.fabric.links) + bottleneck, return_inverse=True)
         sums_s = np.bincount(which, np.maximum(late_s, 0.0), len(keys))
         for key, sum_s in zip(keys.tolist(), sums_s.tolist(), strict=True):
-            one, limit = divmod(key, len(self.fabric.links))
+            usage_index, limit = divmod(key, len(self.fabric.links))
             if not is_symmetric:
-                yield one, sum_s, np.array([limit], np.int32)
+                yield usage_index, sum_s, np.array([limit], np.int32)
                 continue
-            part = slice(use.first[one], use.first[one + 1])
+            part = slice(use.first[usage_index], use.first[usage_index + 1])
             links, seconds, connections = use.link[part], use.seconds[part], use.connections[part]
             at = int(np.flatnonzero(links == limit)[0])
             alike = np.isclose(seconds, seconds[at], rtol=1e-9, atol=0) & (connections == connections[at])
-            yield one, sum_s, links[alike]
+            yield usage_index, sum_s, links[alike]
 
     def _of_latest_flow(self, op: _Ints, usage: _Ints, late_s: _Floats) -> _Floats:
         """``(num_segments,)`` Delay of the latest flow over that of all flows of the same phase of a communication.
@@ -202,9 +202,9 @@ class Contention:
         rate, usage = np.concatenate([rate, steady]), np.concatenate([usage, parts])
         owner = np.repeat(np.arange(len(self.usages)), np.diff(first))
         shares = []
-        for one in links.tolist():
+        for link_index in links.tolist():
             load = np.zeros(len(self.usages))
-            mine = link == one
+            mine = link == link_index
             load[owner[mine]] = seconds[mine]
             uses = load[usage] > 0
             height = load[usage[uses]] * rate[uses]
@@ -605,7 +605,10 @@ def network_of(
     order = loaded[np.lexsort((loaded, -link_busy_s[loaded].round(12), -visible_s[loaded].round(12)))]
     contention, simulated_s = steps[0]
     busiest = order[np.argsort(-link_busy_s[order], kind="stable")]
-    totals = [f"{one.bytes_per_s} {busy:.6g}" for one, busy in zip(contention.fabric.links, link_busy_s, strict=True)]
+    totals = [
+        f"{fabric_link.bytes_per_s} {busy:.6g}"
+        for fabric_link, busy in zip(contention.fabric.links, link_busy_s, strict=True)
+    ]
     drawn = np.unique([link for links in (order, busiest) for link in _varied(links.tolist(), totals)[:_MAX_DRAWN]])
     drawn = drawn.astype(np.int64)
     series = dict(zip(drawn.tolist(), contention.busy_shares(drawn, simulated_s), strict=True))

@@ -69,9 +69,9 @@ class Factors:
         together = max(1, min(_BATCH, _MAX_FACTORS // max(1, len(self.program))))
         for first in range(0, _BATCH, together):
             rows = slice(first, first + together)
-            found = 1.0 + (of_compute[rows, action] - 1.0) * self.computing
-            found[:, communicates] = of_communication[rows, action[communicates]]
-            yield np.asarray(found[:, self._leaders])
+            factors = 1.0 + (of_compute[rows, action] - 1.0) * self.computing
+            factors[:, communicates] = of_communication[rows, action[communicates]]
+            yield np.asarray(factors[:, self._leaders])
 
     @cached_property
     def _actions(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
@@ -142,7 +142,7 @@ def apply_jitter(
     )
     mean_s = float(times_s.mean())
     number, row = divmod(int(np.abs(times_s - mean_s).argmin()), _BATCH)
-    rows = (each for part in factors.parts(number) for each in part)
+    rows = (factor_row for part in factors.parts(number) for factor_row in part)
     chosen, before_s = next(islice(rows, row, None)), program_costs.durations_s
     if replicas is not None:
         chosen = np.divide(steps_s(chosen[None])[0], before_s, out=np.ones_like(before_s), where=before_s > 0)

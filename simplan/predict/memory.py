@@ -49,10 +49,10 @@ def rank_peaks(program: Program, rank: int) -> RankPeaks:
 def rank_memory(program: Program, job: Job, calibration: Calibration | None) -> dict[int, RankMemory]:
     """Memory of every simulated rank of a Level 2 Program at its peak point."""
     context_bytes = _context_bytes(job, calibration)
-    found = {}
+    intervals = {}
     for rank in program.ranks:
         peak = memory_peak(program, rank)
-        found[rank] = replace(
+        intervals[rank] = replace(
             device_memory(rank_peaks(program, rank), job, calibration, rank=rank),
             rank=rank,
             by_category=peak.by_category | {MemoryCategory.CONTEXT: context_bytes},
@@ -60,7 +60,7 @@ def rank_memory(program: Program, job: Job, calibration: Calibration | None) -> 
             activations_in_flight=peak.activations_in_flight,
             host_bytes=host_peak_bytes(program, rank),
         )
-    return found
+    return intervals
 
 
 def device_memory(peaks: RankPeaks, job: Job, calibration: Calibration | None = None, *, rank: int = 0) -> RankMemory:
@@ -157,8 +157,8 @@ def loading_of(
         [layers[place] for stage in sorted({action.stage for action in row}) for place in assignment.layer_range(stage)]
         for row in table
     ]
-    found = loading_peaks(software, job.model, plan, training, job.cluster.ranks_per_node, stages)
-    return None if found is None else replace(found, device_bytes=found.device_bytes + _context_bytes(job, calibration))
+    peaks = loading_peaks(software, job.model, plan, training, job.cluster.ranks_per_node, stages)
+    return None if peaks is None else replace(peaks, device_bytes=peaks.device_bytes + _context_bytes(job, calibration))
 
 
 def _context_bytes(job: Job, calibration: Calibration | None) -> int:

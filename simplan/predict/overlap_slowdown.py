@@ -187,7 +187,7 @@ def _term(program: Program, program_costs: ProgramCosts, beside_s: _Floats) -> C
     """Cost term of the overlap slowdown, mean over ranks."""
     beside_s = beside_s * program.num_represented[program.columns.rank]
     num_ranks, total_s = len(program.stands_for), float(beside_s.sum())
-    one = program.works[program.columns.work[beside_s.argmax()]][0]
+    work = program.works[program.columns.work[beside_s.argmax()]][0]
     relative = np.divide(
         program_costs.deviations_s, program_costs.durations_s, out=np.zeros_like(beside_s), where=beside_s > 0
     )
@@ -200,7 +200,7 @@ def _term(program: Program, program_costs: ProgramCosts, beside_s: _Floats) -> C
         overlap_words,
         numbers,
     )
-    provenance = program_costs.by_work[one].cost_estimate.provenance
+    provenance = program_costs.by_work[work].cost_estimate.provenance
     cost_estimate = CostEstimate.of(part, provenance, float((relative * beside_s).sum()) / total_s)
     return CostTerm("overlap slowdown of compute", SpanKind.COMPUTE, cost_estimate, num_ranks)
 

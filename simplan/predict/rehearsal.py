@@ -100,18 +100,18 @@ def _kinds(prediction: Prediction, simulated: Simulated, rehearsal: Rehearsal) -
     seconds = {Action.parse(measured.action): measured for measured in rehearsal.actions}
     for action in seconds:
         actions[action.kind, action.stage].append(action)
-    found = {}
+    kinds = {}
     for (kind, stage), some in actions.items():
         by_step = [fmean(step) for step in zip(*(seconds[action].seconds for action in some), strict=True)]
         measured_s = fmean(seconds[action].median_s for action in some)
-        found[kind, stage] = KindTime(
+        kinds[kind, stage] = KindTime(
             kind,
             stage,
             predicted_s=fmean(predicted_s[action] for action in some),
             measured_s=measured_s,
             relative_std=pstdev(by_step) / measured_s if measured_s > 0 else 0.0,
         )
-    return found
+    return kinds
 
 
 def _with_measured_times(

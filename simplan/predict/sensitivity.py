@@ -90,11 +90,11 @@ def improved(cluster: ClusterSpec, resource: Resource, factor: float = _BETTER) 
     """
     if cluster.node_groups:
         nodes = [(group, cluster.as_group(place)) for place, group in enumerate(cluster.node_groups)]
-        better = [(group, improved(own, resource, factor)) for group, own in nodes]
+        better = [(group, improved(of_group, resource, factor)) for group, of_group in nodes]
         names = ("device", "intra_link", "inter_link")
         groups = tuple(
-            group if own is None else group.model_copy(update={name: getattr(own, name) for name in names})
-            for group, own in better
+            group if of_group is None else group.model_copy(update={name: getattr(of_group, name) for name in names})
+            for group, of_group in better
         )
         return cluster.model_copy(update={"node_groups": groups})
     device = cluster.device

@@ -180,15 +180,15 @@ class Simulated:
 
         In a round, they are the mean of its steps.
         """
-        found = dict(quantities(self))
+        values = dict(quantities(self))
         if self.shorter is not None:
             fewer = quantities(self.shorter)
-            found = {key: value + self.num_periods * (value - fewer.get(key, 0)) for key, value in found.items()}
+            values = {key: value + self.num_periods * (value - fewer.get(key, 0)) for key, value in values.items()}
         if self.inner is None:
-            return found
+            return values
         others = {} if self.inner.step is None else self.inner.step.of_full_step(quantities)
-        keys = dict.fromkeys([*found, *others])
-        return {key: self.inner.mean(found.get(key, 0), others.get(key, 0)) for key in keys}
+        keys = dict.fromkeys([*values, *others])
+        return {key: self.inner.mean(values.get(key, 0), others.get(key, 0)) for key in keys}
 
 
 def simulate_program(program: Program, cost: CostModel, context: StepContext) -> Simulated:
@@ -281,9 +281,9 @@ def moved_durations_s(
     shorter_s = np.divide(durations_s**2, longer_s, out=np.zeros_like(longer_s), where=longer_s > 0)
     least_s = np.minimum(program_costs.least_s, durations_s)
     shorter_s = np.maximum(shorter_s, durations_s ** (1 - 1 / NINE_IN_TEN) * least_s ** (1 / NINE_IN_TEN))
-    found = sources_of_error(program)
+    ops_of_source = sources_of_error(program)
     names = error_sources(program) if sources is None else sources
-    return [np.where(found[name], moved_s, durations_s) for moved_s in (longer_s, shorter_s) for name in names]
+    return [np.where(ops_of_source[name], moved_s, durations_s) for moved_s in (longer_s, shorter_s) for name in names]
 
 
 def sources_of_error(program: Program) -> dict[ErrorSource, NDArray[np.bool_]]:
@@ -296,7 +296,7 @@ def sources_of_error(program: Program) -> dict[ErrorSource, NDArray[np.bool_]]:
 
 def error_sources(program: Program) -> tuple[ErrorSource, ...]:
     """Sources of error that a Program has."""
-    return tuple(name for name, own in sources_of_error(program).items() if own.any())
+    return tuple(name for name, ops in sources_of_error(program).items() if ops.any())
 
 
 def interval_s(step_time_s: float, moved_s: Sequence[float]) -> tuple[float, float]:
@@ -329,7 +329,7 @@ def _span(program: Program, times: Times, index: int) -> Span:
     num_bytes, peer = 0, None
     communication = op.communication
     if communication is not None:
-        num_bytes = sum(each.num_bytes for each in op.communications)
+        num_bytes = sum(part.num_bytes for part in op.communications)
         if communication.kind is CollectiveKind.SEND:
             peer = next((rank for rank in communication.ranks if rank != op.rank), None)
     start_s, end_s = float(times.start_s[index]), float(times.end_s[index])

@@ -120,10 +120,12 @@ def evaluate_step(
     refuse_many_actions(job, len(folding.ranks), extent.simulated)
     step = TruncatedStep(job, extent, calibration, folding=folding, background=background_steps(job.cluster))
     if job.cluster.is_mixed:
-        num_bytes = max(_as_of_largest(device_memory(each, job, rank=rank), job) for rank, each in step.peaks().items())
+        num_bytes = max(
+            _as_of_largest(device_memory(of_rank, job, rank=rank), job) for rank, of_rank in step.peaks().items()
+        )
     else:
         peaks = set(step.peaks().values())
-        num_bytes = max(device_memory(each, job, calibration).device_bytes for each in peaks)
+        num_bytes = max(device_memory(of_rank, job, calibration).device_bytes for of_rank in peaks)
     if max_bytes is not None and num_bytes > max_bytes:
         return num_bytes, None
     return num_bytes, float(step.seconds()[0])
@@ -131,10 +133,10 @@ def evaluate_step(
 
 def _as_of_largest(memory: RankMemory, job: Job) -> int:
     """Bytes that a rank wants, as the same fraction of the largest device, so that one limit is that of all ranks."""
-    largest, own = job.cluster.largest_memory_bytes, memory.capacity_bytes
-    if largest is None or own is None or largest == own:
+    largest, capacity = job.cluster.largest_memory_bytes, memory.capacity_bytes
+    if largest is None or capacity is None or largest == capacity:
         return memory.device_bytes
-    return math.ceil(memory.device_bytes * largest / own)
+    return math.ceil(memory.device_bytes * largest / capacity)
 
 
 @gc_paused()

@@ -27,14 +27,14 @@ def slowdowns(cluster: ClusterSpec, plan: ParallelPlan) -> dict[int, float]:
 
     A rank that is named and is on a node that is named has both slowdowns, multiplied.
     """
-    placement, found = Placement.of(plan), dict.fromkeys(range(plan.num_devices), 1.0)
+    placement, factors = Placement.of(plan), dict.fromkeys(range(plan.num_devices), 1.0)
     nodes = cluster.fabric_nodes
     for straggler in cluster.stragglers:
-        for rank in found:
+        for rank in factors:
             device = rank if placement is None else placement.device_of(rank)
             if straggler.rank == rank or straggler.node == f"node{nodes[cluster.node_of(device)]}":
-                found[rank] *= straggler.slowdown
-    return {rank: slowdown for rank, slowdown in found.items() if slowdown > 1}
+                factors[rank] *= straggler.slowdown
+    return {rank: slowdown for rank, slowdown in factors.items() if slowdown > 1}
 
 
 def apply_stragglers(
@@ -102,9 +102,9 @@ class BackupWorkers:
         arrivals_s = end_s[self.ops[:, self.gradients]].max(axis=1)
         order = np.argsort(arrivals_s, kind="stable")
         num_kept = len(order) - self.num_dropped
-        found = np.arange(len(end_s))
-        found[self.ops[order[num_kept:]]] = self.ops[order[num_kept - 1]]
-        return found
+        sources = np.arange(len(end_s))
+        sources[self.ops[order[num_kept:]]] = self.ops[order[num_kept - 1]]
+        return sources
 
 
 def drop_slowest(
@@ -146,4 +146,4 @@ def computing_parts(program: Program, program_costs: ProgramCosts) -> NDArray[np
 
 def _has_kernels(program: Program) -> NDArray[np.bool_]:
     """``(num_works,)`` True for works with kernels of a layer."""
-    return np.array([any(isinstance(each, LayerWork | BucketWork) for each in work) for work in program.works])
+    return np.array([any(isinstance(part, LayerWork | BucketWork) for part in work) for work in program.works])

@@ -47,9 +47,9 @@ def sweep(job: Job, settings: Mapping[str, Sequence[Any]], *, calibration: Calib
     if num_rows > _MAX_ROWS:
         rule = f"are more than {_MAX_ROWS:,} combinations"
         raise SpecError(Problem(field="settings", value=f"{num_rows:,}", rule=rule, fix="give fewer values"))
-    given = [name for names in settings for name in names.split()]
-    full = {name: job.full_key(name) for name in given}
-    has_sections = any("." in name for name in given)
+    swept = [name for names in settings for name in names.split()]
+    full = {name: job.full_key(name) for name in swept}
+    has_sections = any("." in name for name in swept)
     rows = []
     for combination in product(*settings.values()):
         row: dict[str, Any] = {}
@@ -96,7 +96,7 @@ def _figures(job: Job, changes: Mapping[str, Any], calibration: Calibration | No
     try:
         prediction = predict(changed, calibration=calibration)
     except SpecError as error:
-        return figures | {"error": "; ".join(problem.sentence() for problem in error.problems)}
+        return figures | {"error": error.sentences}
     low_s, high_s = prediction.step_time_interval_s
     return {
         "step_time_s": prediction.step_time_s,

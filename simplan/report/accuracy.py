@@ -129,12 +129,12 @@ def _tables(result: Accuracy) -> Iterator[tuple[str, Table]]:
 
 
 def _step_time_cells(figures: Figures) -> list[str]:
-    found, baseline = figures.step_time, figures.constant_mfu
+    errors, baseline = figures.step_time, figures.constant_mfu
     return [
-        str(found.errors.num),
+        str(errors.errors.num),
         str(figures.num_skipped),
-        *_error_cells(found.errors),
-        *_interval_cells(found),
+        *_error_cells(errors.errors),
+        *_interval_cells(errors),
         *map(_percent, (baseline.mape, baseline.median_ape, baseline.p90_ape)),
     ]
 
@@ -165,9 +165,9 @@ def _choice_cells(choosing: Choices) -> list[str]:
 
 
 def _left_out_cells(left: LeftOutFigures) -> list[str]:
-    found = left.step_time
+    errors = left.step_time
     choosing = _choice_cells(left.choosing) if left.choosing.num_groups else [""] * len(_OF_CHOICES)
-    return [str(found.errors.num), *_error_cells(found.errors), *_interval_cells(found), *choosing]
+    return [str(errors.errors.num), *_error_cells(errors.errors), *_interval_cells(errors), *choosing]
 
 
 def _wrong(result: Accuracy) -> list[list[str]]:
@@ -303,7 +303,11 @@ def _skipped(outcomes: Iterable[RunOutcome]) -> Iterator[str]:
 def _fallbacks(outcomes: Iterable[RunOutcome]) -> Iterator[str]:
     """Frameworks without a profile, the profile that their runs were predicted with, and the number of runs."""
     predicted = ((outcome.run.fallback_for, outcome.predicted) for outcome in outcomes)
-    counts = Counter((name, found.software) for name, found in predicted if name is not None and found is not None)
+    counts = Counter(
+        (name, predicted_run.software)
+        for name, predicted_run in predicted
+        if name is not None and predicted_run is not None
+    )
     for (framework, profile), number in counts.most_common():
         yield f"  {counted(number, 'run')} of {framework}: as {profile}, without the constants fitted on its runs"
 

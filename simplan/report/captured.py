@@ -32,7 +32,7 @@ def captured_json(captured: CapturedModel) -> dict[str, Any]:
         "precisions": [*captured.graphs],
         "refused": dict(captured.refused),
         "images": None if captured.images is None else captured.images.model_dump(mode="json"),
-        "inputs": [each.model_dump(mode="json", exclude_defaults=True) for each in captured.inputs],
+        "inputs": [tensor.model_dump(mode="json", exclude_defaults=True) for tensor in captured.inputs],
         "unused_parameters": [parameter.name for parameter in captured.unused],
         "tensor_parallel": [_rank_json(captured, degree) for degree in captured.degrees[1:]],
         "layers": [
@@ -109,13 +109,13 @@ def _rank_text(rank: dict[str, Any]) -> str:
 def _runs(captured: CapturedModel) -> list[tuple[int, int]]:
     """First and last index of equal layers that follow one another."""
     order = captured.graph.order
-    found: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []
     for index, number in enumerate(order):
-        if found and order[found[-1][0]] == number:
-            found[-1] = (found[-1][0], index)
+        if runs and order[runs[-1][0]] == number:
+            runs[-1] = (runs[-1][0], index)
         else:
-            found.append((index, index))
-    return found
+            runs.append((index, index))
+    return runs
 
 
 def _unused(captured: CapturedModel) -> list[tuple[str, int]]:
@@ -125,10 +125,10 @@ def _unused(captured: CapturedModel) -> list[tuple[str, int]]:
         for parameter in captured.graph.layers[number].parameters:
             name = parameter.name if parameter.elsewhere or not module else f"{module}.{parameter.name}"
             used.update(_prefixes(name))
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for parameter in captured.unused:
-        found[next(p for p in _prefixes(parameter.name) if p not in used)] += prod(parameter.shape)
-    return sorted(found.items())
+        counts[next(p for p in _prefixes(parameter.name) if p not in used)] += prod(parameter.shape)
+    return sorted(counts.items())
 
 
 def _prefixes(name: str) -> list[str]:

@@ -146,8 +146,8 @@ def junit_xml(files: Iterable[CheckedFile]) -> str:
             attributes |= {"file": _clean(file.file)} | ({} if case.line is None else {"line": str(case.line)})
             element = ElementTree.SubElement(suite, "testcase", attributes)
             if case.status in _TAGS:
-                found = ElementTree.SubElement(element, _TAGS[case.status], message=_clean(case.message))
-                found.text = _clean(case.why or case.message)
+                outcome = ElementTree.SubElement(element, _TAGS[case.status], message=_clean(case.message))
+                outcome.text = _clean(case.why or case.message)
     ElementTree.indent(root)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 

@@ -113,7 +113,9 @@ def _splits(comparison: Comparison) -> Iterator[str]:
         return
     splits = comparison.splits
     shares = [
-        share for share in ActivityShare if any(one.predicted_s[share] or one.measured_s[share] for one in splits)
+        share
+        for share in ActivityShare
+        if any(rank_split.predicted_s[share] or rank_split.measured_s[share] for rank_split in splits)
     ]
     rows = []
     for split in splits[:_MAX_RANKS]:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from simplan.plan.placement import listed_words
 from simplan.plan.plan import ParallelPlan
-from simplan.problems import render_value
+from simplan.problems import setting_words
 from simplan.report.table import format_table_text
 from simplan.report.text import links_words, memory_interval, plan_words, suggestions
 from simplan.search.incumbents import NOISE
@@ -162,13 +162,9 @@ def change_words(change: ChangedSetting) -> str:
     """``plan.tp 8 -> 4``, ``add --sequence-parallel``."""
     if change.before is None or change.after is None:
         value = change.after if change.before is None else change.before
-        shown = "" if value is True else f" {_word(value)}"  # a flag has no value
+        shown = "" if value is True else f" {setting_words(value)}"  # a flag has no value
         return f"{'add' if change.before is None else 'remove'} {change.key}{shown}"
-    return f"{change.key} {_word(change.before)} -> {_word(change.after)}"
-
-
-def _word(value: object) -> str:
-    return value if isinstance(value, str) else render_value(value)
+    return f"{change.key} {setting_words(change.before)} -> {setting_words(change.after)}"
 
 
 def search_text(

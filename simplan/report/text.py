@@ -408,12 +408,16 @@ def links_words(links: Mapping[str, Mapping[str, Any] | None]) -> str:
     if (intra := links.get("intra_node")) is not None:
         words.append(f"intra-node {intra['name']}, {format_rate(intra['bytes_per_s_per_device'])} per device")
     if (inter := links.get("inter_node")) is not None:
-        per_node, each, cards = inter["bytes_per_s_per_node"], inter["bytes_per_s_per_device"], inter["nics_per_node"]
+        per_node, per_device, cards = (
+            inter["bytes_per_s_per_node"],
+            inter["bytes_per_s_per_device"],
+            inter["nics_per_node"],
+        )
         gbit = f"{cards} x {per_node * 8e-9 / cards:g}" if cards else f"{per_node * 8e-9:g}"
-        shared = counted(round(per_node / each), "device")
-        has_number_of_share = not cards and inter["name"] == f"network-{each * 8e-9:g}gbit"
+        shared = counted(round(per_node / per_device), "device")
+        has_number_of_share = not cards and inter["name"] == f"network-{per_device * 8e-9:g}gbit"
         name = "network (InfiniBand or RoCE)" if has_number_of_share else inter["name"]
-        words.append(f"inter-node {name}: {gbit} Gbit/s per node shared by {shared}, {format_rate(each)} each")
+        words.append(f"inter-node {name}: {gbit} Gbit/s per node shared by {shared}, {format_rate(per_device)} each")
     if (topology := links.get("topology")) is not None:
         words.append(topology["description"])
     return "; ".join(words)
@@ -510,10 +514,12 @@ def split_parts(split: Split) -> dict[str, float]:
 
 def _split_table(prediction: Prediction) -> str:
     parts = {split: split_parts(split) for split in dict.fromkeys(prediction.splits)}  # few differ
-    names = [name for name in parts[prediction.splits[0]] if any(own[name] >= _SHOWN_S for own in parts.values())]
+    names = [
+        name for name in parts[prediction.splits[0]] if any(parts_s[name] >= _SHOWN_S for parts_s in parts.values())
+    ]
     cells = {
-        split: [f"{format_time(own[name])} {100 * own[name] / prediction.step_time_s:3.0f} %" for name in names]
-        for split, own in parts.items()
+        split: [f"{format_time(parts_s[name])} {100 * parts_s[name] / prediction.step_time_s:3.0f} %" for name in names]
+        for split, parts_s in parts.items()
     }
     pairs = zip(prediction.memory, prediction.splits, strict=True)
     rows = _grouped((memory.rank, cells[split]) for memory, split in pairs)

@@ -1,4 +1,4 @@
-"""A Timeline as a Chrome trace, which Perfetto and ``chrome://tracing`` open.
+"""A Timeline, or one simulated whole run, as a Chrome trace, which Perfetto and ``chrome://tracing`` open.
 
 Source: the Trace Event Format document of the Chromium project. pid is the rank, tid the stream; an action is one
 slice with its layers nested inside; arrows go from each send to its receive; memory is a counter track. With a
@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from simplan.errors import ProgramError
+from simplan.goodput.result import GoodputResult
+from simplan.goodput.setup import OneRun, Stretch
+from simplan.goodput.timeline import timeline_of
 from simplan.io import write_json
 from simplan.predict import Simulated
 from simplan.prediction import Prediction
@@ -250,3 +253,39 @@ def write_predicted_trace(file: Path, prediction: Prediction, simulated: Simulat
 def write_measured_trace(file: Path, measurement: Measurement) -> None:
     """Writes the measured step that is nearest to the median; raises a SpecError if the file cannot be written."""
     write_json(file, trace_document(measured_timeline(measurement), measurement.job.name))
+
+
+_MICRO = 1e6
+_TRACKS = ("run", "stops")
+
+
+def run_trace(result: GoodputResult, run: OneRun) -> dict[str, Any]:
+    """One simulated whole run as a trace.
+
+    One track has the stretches of the run, a second one the causes of its stops; counters show the nodes in use and the
+    position in steps. Steps that the run repeats are lost work from their beginning.
+    """
+    return {
+        "traceEvents": [*_run_names(result.name), *_run_events(timeline_of(result.setup, run))],
+        "displayTimeUnit": "ms",
+        "otherData": {"schema_version": 1, "name": result.name, "seed": result.seed, "time_s": run.time_s},
+    }
+
+
+def _run_names(name: str) -> Iterator[Event]:
+    yield {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": name}}
+    for tid, track in enumerate(_TRACKS):
+        yield {"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": track}}
+
+
+def _run_events(stretches: Iterable[Stretch]) -> Iterator[Event]:
+    for stretch in stretches:
+        at = {"pid": 0, "tid": 0, "ts": _MICRO * stretch.start_s}
+        duration = _MICRO * (stretch.end_s - stretch.start_s)
+        name = stretch.kind.replace("_", " ")
+        args = {"nodes": stretch.num_nodes, "step": stretch.step}
+        yield {"ph": "X", "name": name, "cat": stretch.kind, "dur": duration, "args": args, **at}
+        if stretch.cause:
+            yield {"ph": "i", "s": "t", "name": stretch.cause, "cat": "stop", **at, "tid": 1}
+        yield {"ph": "C", "name": "nodes in use", **at, "args": {"nodes": stretch.num_nodes}}
+        yield {"ph": "C", "name": "position", **at, "ts": _MICRO * stretch.end_s, "args": {"steps": stretch.step}}

@@ -57,9 +57,9 @@ class Fault(Spec):
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
-        for one, other in (("at_step", "at_s"), ("rank", "node")):
-            if (getattr(self, one) is None) == (getattr(self, other) is None):
-                raise ValueError(f"needs one of {one} and {other}")
+        for key, other in (("at_step", "at_s"), ("rank", "node")):
+            if (getattr(self, key) is None) == (getattr(self, other) is None):
+                raise ValueError(f"needs one of {key} and {other}")
         if (self.kind == "slow") != (self.slowdown is not None):
             raise ValueError("slowdown goes with kind: slow, which needs it")
         if (self.kind == "preempt") != (self.notice_s is not None):

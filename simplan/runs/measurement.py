@@ -327,13 +327,13 @@ class Measurement(Spec):
 
         In other rounds a replica had left, which the others took time to notice, or joined.
         """
-        found: dict[int, list[MeasuredRound]] = {}
+        rounds: dict[int, list[MeasuredRound]] = {}
         everyone = tuple(range(self.job.plan.dp_replicate))
-        before = [everyone, *(each.replicas for each in self.rounds)]
+        before = [everyone, *(earlier.replicas for earlier in self.rounds)]
         for replicas, measured in zip(before, self.rounds, strict=False):
             if replicas == measured.replicas and measured.end_step > self._num_warmup_steps:
-                found.setdefault(len(replicas), []).append(measured)
-        return found
+                rounds.setdefault(len(replicas), []).append(measured)
+        return rounds
 
     @property
     def _num_warmup_steps(self) -> int:

@@ -66,12 +66,12 @@ def read_background(sections: Sections, data: Any) -> tuple[BackgroundFlow | Bac
         fix = "write a list, such as [{from: node0, to: node4, gbit: 100}]"
         sections.refuse(_PATH, "must be a list of other jobs", value=data, fix=fix)
         return ()
-    found = []
+    jobs = []
     for index, entry in enumerate(data):
         is_job = isinstance(entry, dict) and {"job", "nodes", "offset_s"} & entry.keys()
         path = (*_PATH, index)
-        found.append(_job(sections, entry, path) if is_job else sections.read(BackgroundFlow, entry, path))
-    return tuple(each for each in found if each is not None)
+        jobs.append(_job(sections, entry, path) if is_job else sections.read(BackgroundFlow, entry, path))
+    return tuple(background_job for background_job in jobs if background_job is not None)
 
 
 def _job(sections: Sections, data: dict[str, Any], path: Path) -> BackgroundJob | None:
@@ -97,8 +97,8 @@ def _job(sections: Sections, data: dict[str, Any], path: Path) -> BackgroundJob 
     with sections.moved(("training",), (*path, "training")):
         training = sections.read(TrainingSection, job["training"], ("training",))
     with sections.moved(("plan",), (*path, "plan")):
-        given = job["plan"] if software is None else sharded_over_cp(job["plan"], software)
-        plan = sections.read(ParallelPlan, given, ("plan",))
+        plan_keys = job["plan"] if software is None else sharded_over_cp(job["plan"], software)
+        plan = sections.read(ParallelPlan, plan_keys, ("plan",))
     if entry is None or software is None or model is None or training is None or plan is None:
         return None
     return BackgroundJob(

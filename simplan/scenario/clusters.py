@@ -75,47 +75,47 @@ def read_device(sections: Sections, data: Any, default: DeviceSpec | None) -> De
     """
     if not isinstance(data, dict):
         return sections.look_up(_PATH, catalog.device, data)
-    given, before = {key: value for key, value in data.items() if key != "preset"}, sections.num_problems
+    fields, before = {key: value for key, value in data.items() if key != "preset"}, sections.num_problems
     if "preset" in data:
-        found = sections.look_up((*_PATH, "preset"), catalog.device, data["preset"])
-        default = found or catalog.device(_ANY)
-    if "architecture" in given:
-        sections.look_up((*_PATH, "architecture"), catalog.kernel_fields, given["architecture"])
+        preset = sections.look_up((*_PATH, "preset"), catalog.device, data["preset"])
+        default = preset or catalog.device(_ANY)
+    if "architecture" in fields:
+        sections.look_up((*_PATH, "architecture"), catalog.kernel_fields, fields["architecture"])
     if sections.num_problems > before:  # read the other fields nevertheless, to report their problems
-        given.pop("architecture", None)
+        fields.pop("architecture", None)
     base = default.model_dump() if default else {"id": "inline"}
-    device = sections.read(DeviceSpec, {**base, **_implied(given, default), **given}, _PATH)
-    _refuse_implausible(sections, given)
+    device = sections.read(DeviceSpec, {**base, **_implied(fields, default), **fields}, _PATH)
+    _refuse_implausible(sections, fields)
     if device is not None:
         _refuse_faster_than_peak(sections, device)
-    link = base.get("host_link") if "host_link" not in given else given["host_link"]
+    link = base.get("host_link") if "host_link" not in fields else fields["host_link"]
     if isinstance(link, str):
         sections.look_up((*_PATH, "host_link"), catalog.link, link)
     return device if sections.num_problems == before else None
 
 
-def _implied(given: dict[str, Any], default: DeviceSpec | None) -> dict[str, Any]:
+def _implied(fields: dict[str, Any], default: DeviceSpec | None) -> dict[str, Any]:
     """Fields that change with the given fields, and all sources."""
     implied: dict[str, Any] = {}
     sources = {} if default is None else default.sources
-    if default is None or "architecture" in given:
-        of_kernels = catalog.kernel_fields(given.get("architecture", "other"))
+    if default is None or "architecture" in fields:
+        of_kernels = catalog.kernel_fields(fields.get("architecture", "other"))
         sources = {key: source for key, source in sources.items() if not key.startswith("kernels.")}
         sources |= of_kernels["sources"]
         implied["kernels"] = of_kernels["kernels"]
-    peak = given.get("peak_flop_per_s")
+    peak = fields.get("peak_flop_per_s")
     if default is not None and isinstance(peak, dict):
         before, measured = default.peak_flop_per_s, default.matmul_flop_per_s
         kept = {dtype: rate for dtype, rate in measured.items() if peak.get(dtype) == before.get(dtype)}
         implied["matmul_flop_per_s"] = kept
-    return implied | {"sources": sources | dict.fromkeys(given, "the scenario")}
+    return implied | {"sources": sources | dict.fromkeys(fields, "the scenario")}
 
 
-def _refuse_implausible(sections: Sections, given: dict[str, Any]) -> None:
+def _refuse_implausible(sections: Sections, fields: dict[str, Any]) -> None:
     """Records a problem for each number below the range of real devices."""
-    for field in _MIN_PLAUSIBLE.keys() & given.keys():
+    for field in _MIN_PLAUSIBLE.keys() & fields.keys():
         least, unit = _MIN_PLAUSIBLE[field]
-        value = given[field]
+        value = fields[field]
         for key, number in value.items() if isinstance(value, dict) else [(None, value)]:
             if isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < least:
                 path = (*_PATH, field) if key is None else (*_PATH, field, key)
@@ -372,11 +372,11 @@ def _node_group(sections: Sections, place: int, data: Any) -> tuple[ClusterSpec,
 
 def _with_network(sections: Sections, cluster: ClusterSpec, section: ClusterSection) -> ClusterSpec | None:
     """The cluster with its topology, the traffic of other jobs, slow ranks, slow links and jitter."""
-    found = with_topology(sections, cluster, section.topology)
-    given: dict[str, Any] = {name: getattr(section, name) for name in ("stragglers", "slow_links", "jitter")}
-    given["background"] = read_background(sections, section.background)
-    given = {name: values for name, values in given.items() if values}
-    return found if found is None or not given else found.with_changes(**given)
+    with_links = with_topology(sections, cluster, section.topology)
+    changes: dict[str, Any] = {name: getattr(section, name) for name in ("stragglers", "slow_links", "jitter")}
+    changes["background"] = read_background(sections, section.background)
+    changes = {name: values for name, values in changes.items() if values}
+    return with_links if with_links is None or not changes else with_links.with_changes(**changes)
 
 
 def _this_machine(sections: Sections, section: ClusterSection) -> ClusterSpec | None:

@@ -256,16 +256,16 @@ def where_keys_belong(section: str, *, searches: bool) -> dict[str, str]:
         section: Section that contains the key; empty for the top level of the file.
         searches: True for a file with ``search`` instead of ``plan``.
     """
-    found = {word: place for place, words in _OTHER_WORDS.items() for word in words.split()}
+    places = {word: place for place, words in _OTHER_WORDS.items() for word in words.split()}
     for other, spec in _SECTIONS.items():
-        found |= {key: f"{other}.{key}" for key in spec.model_fields if other != section}
+        places |= {key: f"{other}.{key}" for key in spec.model_fields if other != section}
     if searches:
         from simplan.search.space import SearchSpace
 
         in_search = SearchSpace.model_fields.keys()
-        moved = {key: place.partition(".") for key, place in found.items() if place.startswith("plan.")}
-        found |= {
+        moved = {key: place.partition(".") for key, place in places.items() if place.startswith("plan.")}
+        places |= {
             key: f"search.{name}" if name in in_search else f"{section}.{name} {IN_SAVED_PLAN}"
             for key, (section, _, name) in moved.items()
         }
-    return found
+    return places

@@ -41,7 +41,7 @@ def check_elastic(scenario: Scenario, min_nodes: int, checkpointing: Checkpointi
     try:
         scenario_on(scenario, min_nodes)
     except SpecError as error:
-        rule = f"{counted(min_nodes, 'node')} cannot go on with this plan: {_said(error)}"
+        rule = f"{counted(min_nodes, 'node')} cannot go on with this plan: {error.sentences}"
         fix = f"or use --nnodes {scenario.job.cluster.num_nodes}"
         raise SpecError(Problem(field="--nnodes", value=number, rule=rule, fix=fix), file=scenario.file) from None
 
@@ -56,13 +56,13 @@ def scenarios_on_fewer(scenario: Scenario, min_nodes: int) -> tuple[dict[int, Sc
     Returns:
         Scenarios by number of nodes, largest first, and the sentences.
     """
-    found, sentences = {}, []
+    scenarios, sentences = {}, []
     for number in range(scenario.job.cluster.num_nodes - 1, min_nodes - 1, -1):
         try:
-            found[number] = scenario_on(scenario, number)
+            scenarios[number] = scenario_on(scenario, number)
         except SpecError as error:
-            sentences.append(f"{counted(number, 'node')} could not go on, but fewer of them: {_said(error)}")
-    return found, sentences
+            sentences.append(f"{counted(number, 'node')} could not go on, but fewer of them: {error.sentences}")
+    return scenarios, sentences
 
 
 def scenarios_of_replicas_left(scenario: Scenario) -> list[Scenario]:
@@ -86,7 +86,3 @@ def fewer_nodes(predictions: dict[int, Prediction]) -> tuple[FewerNodes, ...]:
         )
         for number, job in jobs.items()
     )
-
-
-def _said(error: SpecError) -> str:
-    return "; ".join(problem.sentence() for problem in error.problems)

@@ -291,10 +291,10 @@ class Expectation(Spec):
         tolerances += [f"{self.abs_tol:g}"] if self.abs_tol is not None else []
         if self.value is None:
             bounds = (("at least", self.min, "-"), ("at most", self.max, "+"))
-            given = ((word, f"{bound:g}", sign) for word, bound, sign in bounds if bound is not None)
+            stated = ((word, f"{bound:g}", sign) for word, bound, sign in bounds if bound is not None)
             return " and ".join(
                 " ".join((word, bound, *([sign, " or ".join(tolerances)] if tolerances else ())))
-                for word, bound, sign in given
+                for word, bound, sign in stated
             )
         if isinstance(self.value, bool):
             return str(self.value).lower()

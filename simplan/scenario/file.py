@@ -126,8 +126,8 @@ class Scenario:
 
     def _left_to_goodput(self) -> Iterator[str]:
         """Sentence about sections that a step does not depend on."""
-        given = () if self.whole_run is None else self.whole_run.model_dump(exclude_none=True)
-        names = [name for name in given if name not in _LENGTH_AND_PRICE]
+        sections = () if self.whole_run is None else self.whole_run.model_dump(exclude_none=True)
+        names = [name for name in sections if name not in _LENGTH_AND_PRICE]
         if names:
             yield f"{', '.join(names)}: a step does not depend on them, `simplan goodput` does"
 
@@ -202,7 +202,7 @@ def scenario_of(parts: ScenarioParts, folder: Path | None) -> Scenario:
     """
     sections, data = parts.sections, parts.data
     expect = read_expectations(sections, data.get("expect", ()))
-    of_run = next((each.metric for each in expect if each.is_of_run), None)
+    of_run = next((expectation.metric for expectation in expect if expectation.is_of_run), None)
     if of_run is not None and not parts.budget.has_length:
         rule = f"has {of_run} of a whole run, which has no length"
         sections.refuse(("expect",), rule, fix="add run: {num_steps: 100000}, or num_tokens or num_samples")
@@ -315,8 +315,8 @@ def price_of(cluster: ClusterSpec, price: float | None) -> float | None:
     if not cluster.is_mixed:
         return price
     prices = [(group.num_nodes, group.price_per_device_hour or price) for group in cluster.node_groups]
-    total = sum(number * (each or 0.0) for number, each in prices)
-    return None if any(each is None for _, each in prices) else total / cluster.num_nodes
+    total = sum(number * (device_price or 0.0) for number, device_price in prices)
+    return None if any(device_price is None for _, device_price in prices) else total / cluster.num_nodes
 
 
 def _read_plan(parts: ScenarioParts, folder: Path | None) -> ParallelPlan | None:
@@ -329,11 +329,11 @@ def _read_plan(parts: ScenarioParts, folder: Path | None) -> ParallelPlan | None
     elif "plan" not in data:
         sections.refuse(("plan",), "is missing", fix="add plan: {dp_replicate: <number of devices>}")
     before = sections.num_problems
-    given = _with_devices(parts, folder)
+    plan_keys = _with_devices(parts, folder)
     is_read = "plan" in data and sections.num_problems == before
     if parts.software is not None:
-        given = sharded_over_cp(given, parts.software)
-    plan = sections.read(ParallelPlan, given, ("plan",)) if is_read else None
+        plan_keys = sharded_over_cp(plan_keys, parts.software)
+    plan = sections.read(ParallelPlan, plan_keys, ("plan",)) if is_read else None
     if plan is None or folder is None or not is_table_file(plan.schedule):
         return plan
     return plan.model_copy(update={"schedule": os.path.normpath(folder / plan.schedule)})
@@ -341,14 +341,14 @@ def _read_plan(parts: ScenarioParts, folder: Path | None) -> ParallelPlan | None
 
 def _with_devices(parts: ScenarioParts, folder: Path | None) -> Any:
     """Section plan, with the devices of its ranks in place of a name; None after a problem of that name."""
-    given = parts.data.get("plan")
-    if not isinstance(given, dict) or "placement" not in given:
-        return given
-    placement = named_placement(parts, folder, ("plan", "placement"), given["placement"])
-    return None if placement is None and given["placement"] is not None else {**given, "placement": placement}
+    plan_keys = parts.data.get("plan")
+    if not isinstance(plan_keys, dict) or "placement" not in plan_keys:
+        return plan_keys
+    placement = named_placement(parts, folder, ("plan", "placement"), plan_keys["placement"])
+    return None if placement is None and plan_keys["placement"] is not None else {**plan_keys, "placement": placement}
 
 
-def named_placement(parts: ScenarioParts, folder: Path | None, path: tuple[str | int, ...], given: Any) -> Any:
+def named_placement(parts: ScenarioParts, folder: Path | None, path: tuple[str | int, ...], placement: Any) -> Any:
     """Devices of the ranks for the name of a file or of the order of the network; any other placement as it is.
 
     Args:
@@ -359,8 +359,8 @@ def named_placement(parts: ScenarioParts, folder: Path | None, path: tuple[str |
         The placement; None after recording a problem.
     """
     cluster = parts.cluster
-    if cluster is None or not isinstance(given, str):
-        return given
+    if cluster is None or not isinstance(placement, str):
+        return placement
 
     def read(name: str) -> list[int]:
         if name.strip() == NETWORK:
@@ -370,8 +370,8 @@ def named_placement(parts: ScenarioParts, folder: Path | None, path: tuple[str |
             return list(read_host_file(folder / name.strip(), cluster.devices_per_node, cluster.num_devices))
         return list(read_rank_file(folder / name.strip(), cluster.devices_per_node))
 
-    is_file = folder is not None and is_placement_file(given)
-    return parts.sections.look_up(path, read, given) if is_file or given.strip() == NETWORK else given
+    is_file = folder is not None and is_placement_file(placement)
+    return parts.sections.look_up(path, read, placement) if is_file or placement.strip() == NETWORK else placement
 
 
 def _devices_by_network(cluster: ClusterSpec) -> tuple[int, ...]:
@@ -406,7 +406,7 @@ def named_files(data: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
             value = value.get(key) if isinstance(value, dict) else None
         is_file = _IS_FILE.get(path[-1])
         listed = enumerate(value) if path in _LISTS and isinstance(value, list) else ()
-        yield from (((*path, number), each) for number, each in listed if is_file is None or is_file(each))
+        yield from (((*path, number), entry) for number, entry in listed if is_file is None or is_file(entry))
         if value is not None and (is_file is None or (isinstance(value, str) and is_file(value))):
             yield path, value
 

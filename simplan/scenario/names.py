@@ -53,9 +53,9 @@ def overrides_with_catalog_names(overrides: Mapping[str, Any]) -> dict[str, Any]
         else:
             others[key] = value
     software = {key: others[key] for key in others if key == "software"}
-    found, _ = with_catalog_names(sections | software)
-    named = {f"{section}.{key}": value for section in sections for key, value in found[section].items()}
-    named |= others | {key: found[key] for key in software}
+    renamed, _ = with_catalog_names(sections | software)
+    named = {f"{section}.{key}": value for section in sections for key, value in renamed[section].items()}
+    named |= others | {key: renamed[key] for key in software}
     return {key: named[key] for key in (*(key for key in overrides if key in named), *named)}
 
 
@@ -97,8 +97,10 @@ def unknown_source(source: str, *, has_files: bool = True) -> SpecError:
         files: list[str] = []
         rule = "is neither a file nor a model of the catalog"
         if has_files:
-            found = (entry for pattern in ("*.yaml", "*.yml") for entry in sorted(Path().glob(pattern))[:_MAX_FILES])
-            files = [entry.name for entry in found]
+            candidates = (
+                entry for pattern in ("*.yaml", "*.yml") for entry in sorted(Path().glob(pattern))[:_MAX_FILES]
+            )
+            files = [entry.name for entry in candidates]
         else:
             rule, instead = "is no model of the catalog", "give its config.json"
         near = did_you_mean(source, [*files, *catalog.names("models")])
@@ -134,7 +136,7 @@ def _cluster(section: dict[str, Any], say: _Say, *, is_group: bool = False) -> d
         section = _with_nodes(section, "preset", find_nodes(preset), say, is_group=is_group)
     for key in ("nodes", "background"):
         if isinstance(section.get(key), list):
-            section = section | {key: [_listed(key, each, say) for each in section[key]]}
+            section = section | {key: [_listed(key, group, say) for group in section[key]]}
     return section
 
 
@@ -155,7 +157,7 @@ def _with_nodes(section: dict[str, Any], key: str, nodes: Any, say: _Say, *, is_
     if not isinstance(nodes, NamedNodes):
         return section
     text, others = section[key], {name: value for name, value in section.items() if name != key}
-    found: dict[str, Any] = {"preset": nodes.preset} if nodes.preset else {"device": nodes.device}
+    fields: dict[str, Any] = {"preset": nodes.preset} if nodes.preset else {"device": nodes.device}
     numbers = _numbers(others, nodes, is_group=is_group)
     for name, number in numbers.items():
         if others.get(name, number) != number:
@@ -164,10 +166,10 @@ def _with_nodes(section: dict[str, Any], key: str, nodes: Any, say: _Say, *, is_
             raise SpecError(Problem(field=f"cluster.{name}", value=shown, rule=rule, fix=fix))
     words = [f"cluster {nodes.preset}" if nodes.preset else f"device {nodes.device}"]
     for name, number in numbers.items():
-        each = name == "devices_per_node"
-        words.append(f"{number} per node" if each else counted(number, name.removeprefix("num_").removesuffix("s")))
+        of_node = name == "devices_per_node"
+        words.append(f"{number} per node" if of_node else counted(number, name.removeprefix("num_").removesuffix("s")))
     say(f"{text}: {', '.join(words)}")
-    return found | others | numbers
+    return fields | others | numbers
 
 
 def _numbers(others: dict[str, Any], nodes: NamedNodes, *, is_group: bool) -> dict[str, int]:
@@ -177,15 +179,19 @@ def _numbers(others: dict[str, Any], nodes: NamedNodes, *, is_group: bool) -> di
         others: Other keys of the cluster.
     """
     numbers: dict[str, int] = {}
-    number, each = nodes.num_devices, nodes.devices_per_node
+    number, per_node = nodes.num_devices, nodes.devices_per_node
     if nodes.num_nodes is not None:
         numbers["num_nodes"] = nodes.num_nodes
     if number is not None and (is_group or {"num_nodes", "num_devices"} & others.keys()):
-        each = number
+        per_node = number
     elif number is not None:
         numbers["num_devices"] = number
         in_full_nodes = number <= LARGEST_NODE or number % LARGEST_NODE == 0
         if nodes.device and in_full_nodes and "devices_per_node" not in others:
-            each = min(number, LARGEST_NODE)
+            per_node = min(number, LARGEST_NODE)
     usual = catalog.node(nodes.preset).devices_per_node if nodes.preset not in ("", THIS_MACHINE) else None
-    return numbers if each in (None, others.get("devices_per_node", usual)) else numbers | {"devices_per_node": each}
+    return (
+        numbers
+        if per_node in (None, others.get("devices_per_node", usual))
+        else numbers | {"devices_per_node": per_node}
+    )

@@ -78,12 +78,12 @@ class SearchScenario:
             current: Scenario of the plan.
             space: See ``current_space``.
         """
-        found, collectives = replace(self, current=current, current_space=space), current.job.plan.collectives
+        search, collectives = replace(self, current=current, current_space=space), current.job.plan.collectives
         if collectives is None:
-            return found
+            return search
         job = self.job.with_plan(self.job.plan.model_copy(update={"collectives": collectives}))
         kept = f"all plans have plan.collectives: {collectives.words}"
-        return replace(found, job=job, assumptions=(*self.assumptions, kept))
+        return replace(search, job=job, assumptions=(*self.assumptions, kept))
 
 
 def load_search(path: str | Path) -> SearchScenario:
@@ -113,8 +113,8 @@ def search_of(parts: ScenarioParts) -> SearchScenario:
         if data.get(key):
             fix = "add it to the scenario that --save-plan writes"
             sections.refuse((key,), f"is about {what} of one plan", fix=fix)
-    given = _with_devices(parts, _with_budget(data.get("search", {}), parts))
-    space = sections.read(SearchSpace, given, ("search",))
+    search_keys = _with_devices(parts, _with_budget(data.get("search", {}), parts))
+    space = sections.read(SearchSpace, search_keys, ("search",))
     sections.raise_problems()
     job = parts.job(ParallelPlan())
     assert space is not None
@@ -144,21 +144,21 @@ def _with_devices(parts: ScenarioParts, search: Any) -> Any:
     """The section ``search`` with the devices of placements that are files, or the order of the network."""
     if not isinstance(search, dict) or search.get("placement") is None:
         return search
-    folder, given = folder_of(parts.sections.file), search["placement"]
-    if isinstance(given, str):
-        found = named_placement(parts, folder, ("search", "placement"), given)
-    elif isinstance(given, list):
-        found = [
-            named_placement(parts, folder, ("search", "placement", number), each)
-            if is_placement_file(each) or each == NETWORK
-            else each
-            for number, each in enumerate(given)
+    folder, placements = folder_of(parts.sections.file), search["placement"]
+    if isinstance(placements, str):
+        named = named_placement(parts, folder, ("search", "placement"), placements)
+    elif isinstance(placements, list):
+        named = [
+            named_placement(parts, folder, ("search", "placement", number), placement)
+            if is_placement_file(placement) or placement == NETWORK
+            else placement
+            for number, placement in enumerate(placements)
         ]
     else:
         return search
     rest = {key: value for key, value in search.items() if key != "placement"}
-    has_problem = found is None or (isinstance(found, list) and None in found)
-    return rest if has_problem else rest | {"placement": found}
+    has_problem = named is None or (isinstance(named, list) and None in named)
+    return rest if has_problem else rest | {"placement": named}
 
 
 def plan_document(
@@ -192,30 +192,30 @@ def with_searched(document: Mapping[str, Any], options: Mapping[str, Any]) -> di
     """A scenario with other values of searched options outside of its plan."""
     from simplan.search.space import NOT_QUANTIZED, OPTION_KEYS, SOFTWARE_RANGES
 
-    found = with_software(document, {name: value for name, value in options.items() if name in SOFTWARE_RANGES})
+    changed = with_software(document, {name: value for name, value in options.items() if name in SOFTWARE_RANGES})
     for name, value in options.items():
         section, _, key = OPTION_KEYS[name].partition(".")
         if section not in ("training", "model"):
             continue
-        before = found.get(section)
+        before = changed.get(section)
         fields = dict(before) if isinstance(before, Mapping) else {"preset": before}
         if name == "base_weights":
-            given = fields.pop(key, None)
+            weights = fields.pop(key, None)
             if value == NOT_QUANTIZED:
-                found[section] = fields
+                changed[section] = fields
                 continue
-            given = given if isinstance(given, Mapping) else {"format": given}
-            value = dict(given) if given.get("format") == value else value
-        found[section] = {**fields, key: value}
-    return found
+            weights = weights if isinstance(weights, Mapping) else {"format": weights}
+            value = dict(weights) if weights.get("format") == value else value
+        changed[section] = {**fields, key: value}
+    return changed
 
 
 def with_software(document: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """A scenario with other options of its software."""
     if not options:
         return dict(document)
-    given = document.get("software", "torch")
-    section = given if isinstance(given, dict) else {"preset": given}
+    software_keys = document.get("software", "torch")
+    section = software_keys if isinstance(software_keys, dict) else {"preset": software_keys}
     return {**document, "software": {**section, **options}}
 
 

@@ -43,21 +43,21 @@ def read_model(sections: Sections, data: Any, *, mtp: bool) -> ModelSpec | None:
     """
     if not sections.is_mapping(data, ("model",), "gpt2-124m"):
         return None
-    given = dict(data)
+    model_keys = dict(data)
     fields: dict[str, Any] | None = {}
-    sources = [key for key in ("preset", "hf_config", "file", "captured") if key in given]
+    sources = [key for key in ("preset", "hf_config", "file", "captured") if key in model_keys]
     if len(sources) > 1:
         sections.refuse(("model", sources[1]), f"cannot go with {sources[0]}", fix="keep one of the two")
         return None
-    if "file" in given or "captured" in given:
-        return _captured(sections, given)
-    if "preset" in given:
-        fields = sections.look_up(("model", "preset"), catalog.model_fields, given.pop("preset"))
-    elif "hf_config" in given:
-        fields = _hf_fields(sections, given.pop("hf_config"), given.get("seq_len"), mtp=mtp)
+    if "file" in model_keys or "captured" in model_keys:
+        return _captured(sections, model_keys)
+    if "preset" in model_keys:
+        fields = sections.look_up(("model", "preset"), catalog.model_fields, model_keys.pop("preset"))
+    elif "hf_config" in model_keys:
+        fields = _hf_fields(sections, model_keys.pop("hf_config"), model_keys.get("seq_len"), mtp=mtp)
     if fields is None:
         return None
-    return _complete_model(sections, {**fields, **given})
+    return _complete_model(sections, {**fields, **model_keys})
 
 
 def _hf_fields(sections: Sections, name: Any, seq_len: Any, *, mtp: bool) -> dict[str, Any] | None:
@@ -81,14 +81,14 @@ def _hf_fields(sections: Sections, name: Any, seq_len: Any, *, mtp: bool) -> dic
     return sections.look_up(("model", "hf_config"), read, name)
 
 
-def _captured(sections: Sections, given: dict[str, Any]) -> ModelSpec | None:
+def _captured(sections: Sections, model_keys: dict[str, Any]) -> ModelSpec | None:
     """A captured model, by its file or as a word, perhaps with adapters; its sizes are those of the capture."""
-    source = "file" if "file" in given else "captured"
-    others = given.keys() - {source, "name", "seq_len"} - LORA
+    source = "file" if "file" in model_keys else "captured"
+    others = model_keys.keys() - {source, "name", "seq_len"} - LORA
     for key in sorted(others):
         rule = f"cannot go with {source}, whose sizes are those of its capture"
         fix = "change the code, and capture it again"
-        sections.refuse(("model", key), rule, value=given[key], fix=fix)
+        sections.refuse(("model", key), rule, value=model_keys[key], fix=fix)
     if others:
         return None
 
@@ -97,23 +97,23 @@ def _captured(sections: Sections, given: dict[str, Any]) -> ModelSpec | None:
 
     captured = None
     if source == "file":
-        captured = sections.look_up(("model", "file"), read, given["file"])
+        captured = sections.look_up(("model", "file"), read, model_keys["file"])
     else:
         try:
-            captured = unpacked(given["captured"])
+            captured = unpacked(model_keys["captured"])
         except SpecError as error:
             sections.keep(error, ("model", "captured"))
     if captured is None:
         return None
-    if "seq_len" in given and given["seq_len"] != captured.tokens:
+    if "seq_len" in model_keys and model_keys["seq_len"] != captured.tokens:
         rule, fix = f"cannot go with {source}, whose sizes are those of its capture", "leave it out"
         if captured.tokens:
             rule = f"cannot go with {source}, which is a capture of {captured.tokens} tokens"
-            fix = f"use {captured.tokens}, or capture it again with --seq-len {given['seq_len']}"
-        sections.refuse(("model", "seq_len"), rule, value=given["seq_len"], fix=fix)
+            fix = f"use {captured.tokens}, or capture it again with --seq-len {model_keys['seq_len']}"
+        sections.refuse(("model", "seq_len"), rule, value=model_keys["seq_len"], fix=fix)
         return None
-    title = given.get("name", captured.name)
-    fields = {"name": title, "family": "captured", **{key: given[key] for key in LORA & given.keys()}}
+    title = model_keys.get("name", captured.name)
+    fields = {"name": title, "family": "captured", **{key: model_keys[key] for key in LORA & model_keys.keys()}}
     try:
         return ModelSpec.from_fields({**fields, "captured": captured})  # the object itself, whose layers are known
     except SpecError:

@@ -18,6 +18,7 @@ from typing import Any
 
 from simplan import catalog
 from simplan.base import MAX_COUNT, Spec
+from simplan.cluster.hardware import ClusterSpec
 from simplan.document import Document, parse_yaml
 from simplan.document import Path as KeyPath
 from simplan.errors import Problem, SpecError
@@ -48,12 +49,12 @@ from simplan.scenario.names import (
     unknown_source,
     with_catalog_names,
 )
-from simplan.scenario.nodes import check_ranks_per_node
 from simplan.scenario.search import SearchScenario, search_of
 from simplan.scenario.sections import read_software
 from simplan.scenario.writing import scenario_text
 from simplan.software.software import SoftwareSpec
 from simplan.training import PAIRED_TASKS, TrainingSection
+from simplan.units import counted
 
 NUM_MICROBATCHES = "num_microbatches"
 """Override that is no key of a file: microbatches of a data-parallel rank, which set the global batch size."""
@@ -375,35 +376,35 @@ def read_source(
     Raises:
         SpecError: There is no such file or model, or an override names no key of a scenario.
     """
-    given = dict(overrides or {})
-    typed = {key: (names or {}).get(key, key) for key in given}
-    instead = {key.removeprefix("model."): given[key] for key in _MODELS if isinstance(given.get(key), str)}
+    changes = dict(overrides or {})
+    typed = {key: (names or {}).get(key, key) for key in changes}
+    instead = {key.removeprefix("model."): changes[key] for key in _MODELS if isinstance(changes.get(key), str)}
     document, file, is_whole, configuration = _read(source, framework, instead)
-    batch = _batch_override(given, typed)
+    batch = _batch_override(changes, typed)
     data: Any = document.data
     if configuration is not None:
         configuration.require(overrides or {})
-        if batch is None and _BATCH not in given and configuration.num_microbatches is not None:
+        if batch is None and _BATCH not in changes and configuration.num_microbatches is not None:
             batch = NUM_MICROBATCHES, configuration.num_microbatches
             typed.setdefault(NUM_MICROBATCHES, configuration.names.get(NUM_MICROBATCHES, NUM_MICROBATCHES))
-        data, configuration = _sharded(data, given, typed, configuration)
+        data, configuration = _sharded(data, changes, typed, configuration)
     current = None
     if searches and isinstance(data, dict) and (configuration is not None or from_current):
-        current = _current(document, file, configuration, given, batch, typed)
+        current = _current(document, file, configuration, changes, batch, typed)
         training = {"training": {**data.get("training", {}), **_batch_of(current)}}
         data, batch = {key: value for key, value in data.items() if key not in _OF_PLAN} | training, None
         data.setdefault("search", dict(configuration.search) if configuration is not None else {})
     assumptions: list[Assumption] = []
     replaced: list[str] = []
-    if given and isinstance(data, dict):
+    if changes and isinstance(data, dict):
         chosen = "search" if searches else "plan"
-        if any(key.partition(".")[0] == chosen for key in given) and chosen not in data:
+        if any(key.partition(".")[0] == chosen for key in changes) and chosen not in data:
             dropped = [key for key in ("search", *_OF_PLAN) if key in data]
             replaced = [f"{' and '.join(dropped)} of {file}: replaced by {chosen}"] if dropped else []
             data = {key: value for key, value in data.items() if key not in dropped}
             is_whole = False
         replaced += _on_failures(data.get("reliability"), typed, file)
-        data = _overridden(data, given, typed, file)
+        data = _overridden(data, changes, typed, file)
     data, spelled = with_catalog_names(data)
     if not is_whole and isinstance(data, dict):
         data, assumptions = _completed(data, file, searches=searches, has_batch=batch is not None)
@@ -413,13 +414,13 @@ def read_source(
         if configuration is not None and batch == (NUM_MICROBATCHES, configuration.num_microbatches):
             _check_batch(configuration, data)
     read_names = configuration.names if configuration is not None else {}
-    if not {_BATCH} & {*given, *read_names}:
+    if not {_BATCH} & {*changes, *read_names}:
         _check_derived_batch(data, {**read_names, **typed}, file)
     if configuration is not None and searches:
         ranges = ((f"search.{key}", value) for key, value in configuration.search.items())
         why = f"no others in {configuration.title}"
-        assumptions += [Assumption(key, value, why) for key, value in ranges if key not in given]
-    lines = _lines(document, given)
+        assumptions += [Assumption(key, value, why) for key, value in ranges if key not in changes]
+    lines = _lines(document, changes)
     document = Document(data, lines)
     return Source(document, file, tuple(assumptions), typed, tuple(replaced), configuration, current, spelled)
 
@@ -456,12 +457,12 @@ def _current(
     document: Document,
     file: str,
     configuration: Configuration | None,
-    given: Mapping[str, Any],
+    changes: Mapping[str, Any],
     batch: tuple[str, Any] | None,
     typed: Mapping[str, str],
 ) -> Source:
     """Document of the plan that a file has, for a search that starts from it."""
-    kept = {key: value for key, value in given.items() if not key.startswith("search.")}
+    kept = {key: value for key, value in changes.items() if not key.startswith("search.")}
     data, spelled = with_catalog_names(_overridden(document.data, kept, typed, file))
     data, assumptions = _completed(data, file, searches=False, has_batch=batch is not None)
     if batch is not None:
@@ -540,25 +541,27 @@ def _parsed(file: ConfigFile, framework: str | None) -> tuple[Document, str, boo
 
 def known_files() -> str:
     """Files that scenarios are read from, in words."""
-    titles = [each.title for each in formats().values() if each.read is not None]
+    titles = [file_format.title for file_format in formats().values() if file_format.read is not None]
     return ", ".join(("a scenario", "a config.json of Hugging Face", "a captured model", *titles))
 
 
-def _overridden(data: dict[str, Any], given: Mapping[str, Any], typed: Mapping[str, str], file: str) -> dict[str, Any]:
+def _overridden(
+    data: dict[str, Any], changes: Mapping[str, Any], typed: Mapping[str, str], file: str
+) -> dict[str, Any]:
     """Copy of the data with the overrides, of which those that replace others come first."""
     changed = dict(data)
-    for key in sorted(given, key=lambda key: (key.count("."), key not in _KEPT)):
+    for key in sorted(changes, key=lambda key: (key.count("."), key not in _KEPT)):
         section, _, rest = key.partition(".")
         before = changed.get(section)
         if key in _KEPT and isinstance(before, dict) and (section != "model" or _NAMES_A_MODEL & before.keys()):
-            kept = _KEPT[key] if key != "cluster.preset" or not says_numbers(given[key]) else _KEPT[key][2:]
+            kept = _KEPT[key] if key != "cluster.preset" or not says_numbers(changes[key]) else _KEPT[key][2:]
             before = {name: value for name, value in before.items() if name in kept}
         elif isinstance(before, dict):
-            replaced = [name for name in _INSTEAD.get(key, ()) if f"{section}.{name}" not in given]
+            replaced = [name for name in _INSTEAD.get(key, ()) if f"{section}.{name}" not in changes]
             before = {name: value for name, value in before.items() if name not in replaced}
-        changed[section] = _with(before, section, rest.split(".") if rest else [], given[key], typed[key], file)
+        changed[section] = _with(before, section, rest.split(".") if rest else [], changes[key], typed[key], file)
         for same in _SAME.get(key, ()):
-            if not any(other == same or other.startswith(f"{same}.") for other in given):
+            if not any(other == same or other.startswith(f"{same}.") for other in changes):
                 changed = _without(changed, same)
     return changed
 
@@ -566,9 +569,9 @@ def _overridden(data: dict[str, Any], given: Mapping[str, Any], typed: Mapping[s
 def _on_failures(before: Any, typed: Mapping[str, str], file: str) -> Iterator[str]:
     """Sentences on failures of a file that overrides replace, and on those of two overrides, which add up."""
     for key, name in typed.items():
-        section, _, own = key.partition(".")
+        section, _, failure_key = key.partition(".")
         for other in _INSTEAD.get(key, ()) if section == "reliability" else ():
-            if (twin := f"{section}.{other}") in typed and own in _SHORT_FAILURES:
+            if (twin := f"{section}.{other}") in typed and failure_key in _SHORT_FAILURES:
                 yield f"{name}: these failures count besides those of {typed[twin]}"
             elif isinstance(before, dict) and other in before and twin not in typed:
                 yield f"{twin} of {file}: replaced by {name}"
@@ -583,15 +586,15 @@ def _without(data: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _sharded(
-    data: dict[str, Any], given: Mapping[str, Any], typed: Mapping[str, str], configuration: Configuration
+    data: dict[str, Any], changes: Mapping[str, Any], typed: Mapping[str, str], configuration: Configuration
 ) -> tuple[dict[str, Any], Configuration]:
     """A framework's file without its replicas, if an override gives a stage of ZeRO and no degrees.
 
     Raises:
         SpecError: The file itself says that nothing is sharded.
     """
-    plan, stage = data.get("plan"), given.get("plan.zero_stage")
-    degrees = {"plan", "plan.dp_shard", "plan.dp_replicate"} & given.keys()
+    plan, stage = data.get("plan"), changes.get("plan.zero_stage")
+    degrees = {"plan", "plan.dp_shard", "plan.dp_replicate"} & changes.keys()
     if not isinstance(plan, dict) or stage not in (1, 2, 3) or plan.get("dp_shard") != 1 or degrees:
         return data, configuration
     if (key := configuration.names.get("plan.dp_shard")) is not None:
@@ -601,7 +604,7 @@ def _sharded(
             Problem(field=typed["plan.zero_stage"], value=str(stage), rule=rule, fix=fix), file=configuration.file
         )
     others = {key: value for key, value in plan.items() if key not in ("dp_shard", "dp_replicate")}
-    origins = {key: each for key, each in configuration.origins.items() if key != "plan.dp_shard"}
+    origins = {key: origin for key, origin in configuration.origins.items() if key != "plan.dp_shard"}
     return data | {"plan": others | {"dp_replicate": 1}}, replace(configuration, origins=origins)
 
 
@@ -619,14 +622,14 @@ def _with(before: Any, place: str, rest: list[str], value: Any, typed: str, file
     if before is not None and not isinstance(before, dict):
         rule = f"{place} is {render_value(before)}, which has no keys"
         raise SpecError(Problem(field=typed, rule=rule, fix=f"set {place}"), file=file)
-    found = dict(before or {})
-    found[rest[0]] = _with(found.get(rest[0]), f"{place}.{rest[0]}", rest[1:], value, typed, file)
-    return found
+    merged = dict(before or {})
+    merged[rest[0]] = _with(merged.get(rest[0]), f"{place}.{rest[0]}", rest[1:], value, typed, file)
+    return merged
 
 
-def _lines(document: Document, given: Mapping[str, Any]) -> dict[KeyPath, tuple[int, int]]:
+def _lines(document: Document, changes: Mapping[str, Any]) -> dict[KeyPath, tuple[int, int]]:
     """Locations of keys that no override changes."""
-    changed = [tuple(key.split(".")) for key in given]
+    changed = [tuple(key.split(".")) for key in changes]
     return {
         path: place for path, place in document.lines.items() if not any(path[: len(key)] == key for key in changed)
     }
@@ -640,48 +643,52 @@ def _completed(
     Args:
         has_batch: True if an override sets the global batch size afterwards.
     """
-    found, assumptions = dict(data), []
+    completed, assumptions = dict(data), []
 
     def assume(section: str, key: str, value: Any, why: str) -> None:
-        at = found.setdefault(section, {})
+        at = completed.setdefault(section, {})
         if isinstance(at, dict) and key not in at:
-            found[section] = {**at, key: value}
+            completed[section] = {**at, key: value}
             assumptions.append(Assumption(f"{section}.{key}", value, why))
 
-    _assume_model(found, file, assume)
-    cluster = found.get("cluster")
+    _assume_model(completed, file, assume)
+    cluster = completed.get("cluster")
     if not isinstance(cluster, dict) or not {"preset", "device", "nodes"} & cluster.keys():
         assume("cluster", "preset", _DEFAULT_CLUSTER, "")
-    devices = found["cluster"].get("num_devices")
-    if "device" in found["cluster"] and "num_nodes" not in found["cluster"] and devices in range(1, LARGEST_NODE + 1):
+    devices = completed["cluster"].get("num_devices")
+    if (
+        "device" in completed["cluster"]
+        and "num_nodes" not in completed["cluster"]
+        and devices in range(1, LARGEST_NODE + 1)
+    ):
         assume("cluster", "devices_per_node", devices, "all in one node")
-    if not {"num_nodes", "num_devices", "nodes"} & found["cluster"].keys():
-        is_one = "preset" not in found["cluster"] and "devices_per_node" not in found["cluster"]
+    if not {"num_nodes", "num_devices", "nodes"} & completed["cluster"].keys():
+        is_one = "preset" not in completed["cluster"] and "devices_per_node" not in completed["cluster"]
         assume("cluster", "num_devices" if is_one else "num_nodes", 1, "")
-    if "software" not in found:
-        found["software"] = "torch"
+    if "software" not in completed:
+        completed["software"] = "torch"
         assumptions.append(Assumption("software", "torch", ""))
-    if isinstance(found.get("model"), dict) and found["model"].get("lora_rank"):
+    if isinstance(completed.get("model"), dict) and completed["model"].get("lora_rank"):
         assume("training", "task", "lora", "model.lora_rank is given")
     assume("training", "precision", "bf16", "")
     assume("training", "optimizer", "adamw", "")
     if searches:
-        found.setdefault("search", {})
-        devices = _num_devices(found, file)
+        completed.setdefault("search", {})
+        devices = _num_devices(completed, file)
         if devices is not None and not has_batch:
             assume("training", "global_batch_size", devices, "one sequence per device")
         else:
-            found["training"].setdefault("global_batch_size", 1)  # the cluster is wrong, which is told
+            completed["training"].setdefault("global_batch_size", 1)  # the cluster is wrong, which is told
     else:
-        found.setdefault("plan", {})
-        _assume_plan(found, file, assume, has_batch=has_batch)
-    ordered = {key: found[key] for key in _ORDER if key in found}
-    return ordered | found, assumptions
+        completed.setdefault("plan", {})
+        _assume_plan(completed, file, assume, has_batch=has_batch)
+    ordered = {key: completed[key] for key in _ORDER if key in completed}
+    return ordered | completed, assumptions
 
 
-def _assume_model(found: dict[str, Any], file: str, assume: Assume) -> None:
+def _assume_model(completed: dict[str, Any], file: str, assume: Assume) -> None:
     """Sequence length of the model."""
-    model = found.get("model")
+    model = completed.get("model")
     if not isinstance(model, dict):
         return
     name, config = model.get("preset"), model.get("hf_config")
@@ -703,30 +710,30 @@ def _assume_model(found: dict[str, Any], file: str, assume: Assume) -> None:
         assume("model", "seq_len", min(longest, _USUAL_LENGTH), why)
 
 
-def _num_devices(found: dict[str, Any], file: str) -> int | None:
+def _num_devices(completed: dict[str, Any], file: str) -> int | None:
     """Devices of the cluster; None if the section is wrong, which its reading reports."""
-    cluster = parts_of(Document({**found, "training": {"global_batch_size": 1}}, {}), file).cluster
+    cluster = parts_of(Document({**completed, "training": {"global_batch_size": 1}}, {}), file).cluster
     return None if cluster is None else cluster.num_devices
 
 
-def _assume_plan(found: dict[str, Any], file: str, assume: Assume, *, has_batch: bool) -> None:
+def _assume_plan(completed: dict[str, Any], file: str, assume: Assume, *, has_batch: bool) -> None:
     """Degrees of data parallelism, microbatch size and batch size of a plan."""
-    plan, devices = found["plan"], _num_devices(found, file)
+    plan, devices = completed["plan"], _num_devices(completed, file)
     if not isinstance(plan, dict) or devices is None:
-        found["training"].setdefault("global_batch_size", 1)  # one of the two is wrong, which is told
+        completed["training"].setdefault("global_batch_size", 1)  # one of the two is wrong, which is told
         return
-    software = read_software(Sections(Document({}, {}), file), found["software"])
+    software = read_software(Sections(Document({}, {}), file), completed["software"])
     if software is not None and not software.sequence_parallelism and plan.get("tp", 1) != 1:
         assume("plan", "sequence_parallel", False, f"{software.id} has none")
-        plan = found["plan"]
+        plan = completed["plan"]
 
     facts = SCHEDULE_FACTS.get(str(plan.get("schedule")))
     if facts is not None and facts.virtual_stages != 1 and plan.get("pp", 1) != 1:
         number, why = facts.virtual_stages or 2, f"the fewest that {plan['schedule']} takes"
-        if facts.virtual_stages is None and (equal := _equal_stages(found, file)) > 2:
+        if facts.virtual_stages is None and (equal := _equal_stages(completed, file)) > 2:
             number, why = equal, "the fewest with as many blocks in each stage"
         assume("plan", "virtual_stages", number, why)
-        plan = found["plan"]
+        plan = completed["plan"]
 
     def degree(key: str) -> int:
         value = plan.get(key, 1)
@@ -735,9 +742,9 @@ def _assume_plan(found: dict[str, Any], file: str, assume: Assume, *, has_batch:
     left = devices // math.prod(map(degree, ("tp", "pp", "cp", "dp_replicate", "dp_shard")))
     missing = [key for key in ("dp_shard", "dp_replicate") if key not in plan]
     if left > 1 and missing:
-        for key, value in _shared_out(found, file, left, missing):
+        for key, value in _shared_out(completed, file, left, missing):
             assume("plan", key, value, "the remaining devices" if key != "zero_stage" else "")
-    plan = found["plan"]
+    plan = completed["plan"]
     over_cp = software is not None and software.shards_over_cp
     shards = degree("dp_shard") * (degree("cp") if over_cp else 1)
     if shards > 1 and "zero_stage" not in plan and software is not None:
@@ -745,11 +752,11 @@ def _assume_plan(found: dict[str, Any], file: str, assume: Assume, *, has_batch:
         if degree("dp_shard") == 1:  # a plan by itself shards over context-parallel ranks only if it says so
             stages = [{"zero_stage": stage} for stage in (3, 2, 1, 0)]
         told = [rule for rule in RULES if rule is not optimizer_of_plan]  # what an optimizer refuses is told
-        best = min(stages, key=lambda stage: _num_violations({**found, "plan": {**plan, **stage}}, file, told))
+        best = min(stages, key=lambda stage: _num_violations({**completed, "plan": {**plan, **stage}}, file, told))
         for key, value in best.items():
             assume("plan", key, value, f"the highest that {software.id} has for this plan")
     assume("plan", "microbatch_size", 1, "")
-    plan = found["plan"]
+    plan = completed["plan"]
     dp, size, pp = degree("dp_shard") * degree("dp_replicate"), degree("microbatch_size"), degree("pp")
     if not has_batch:
         microbatches = 1 if pp == 1 else _MICROBATCHES_PER_STAGE * pp
@@ -757,15 +764,18 @@ def _assume_plan(found: dict[str, Any], file: str, assume: Assume, *, has_batch:
         assume("training", "global_batch_size", dp * size * microbatches, why)
 
 
-def _equal_stages(found: dict[str, Any], file: str) -> int:
+def _equal_stages(completed: dict[str, Any], file: str) -> int:
     """Fewest virtual stages above 1 that have as many blocks each; 0 if no number does, or the model is wrong."""
-    model, pp = parts_of(Document({**found, "training": {"global_batch_size": 1}}, {}), file).model, found["plan"]["pp"]
+    model, pp = (
+        parts_of(Document({**completed, "training": {"global_batch_size": 1}}, {}), file).model,
+        completed["plan"]["pp"],
+    )
     if model is None or not isinstance(pp, int) or pp < 1:
         return 0
     return next((number for number in range(2, model.num_blocks // pp + 1) if model.num_blocks % (pp * number) == 0), 0)
 
 
-def _shared_out(found: dict[str, Any], file: str, left: int, missing: list[str]) -> list[tuple[str, Any]]:
+def _shared_out(completed: dict[str, Any], file: str, left: int, missing: list[str]) -> list[tuple[str, Any]]:
     """Keys of the plan for the remaining devices: sharded as far as the framework can, else replicated.
 
     Args:
@@ -775,12 +785,14 @@ def _shared_out(found: dict[str, Any], file: str, left: int, missing: list[str])
     if missing == ["dp_replicate"]:
         return [("dp_replicate", left)]
     options: list[dict[str, Any]] = [{"dp_shard": left}]
-    stage = found["plan"].get("zero_stage")
+    stage = completed["plan"].get("zero_stage")
     if stage is None:
         options += [{"dp_shard": left, "zero_stage": lower} for lower in (2, 1)]
     if "dp_replicate" in missing and not stage:
         options.append({"dp_replicate": left})
-    best = min(options, key=lambda option: _num_violations({**found, "plan": {**found["plan"], **option}}, file))
+    best = min(
+        options, key=lambda option: _num_violations({**completed, "plan": {**completed["plan"], **option}}, file)
+    )
     return [*best.items()]
 
 
@@ -797,17 +809,17 @@ def _num_violations(data: dict[str, Any], file: str, rules: Sequence[Rule] = RUL
     return len(violations(replace(job, training=batch), rules))
 
 
-def _batch_override(given: dict[str, Any], typed: Mapping[str, str]) -> tuple[str, Any] | None:
+def _batch_override(changes: dict[str, Any], typed: Mapping[str, str]) -> tuple[str, Any] | None:
     """Removes the override that sets the global batch size without being a key of a file: its name and value.
 
     Raises:
         SpecError: Two overrides give the batch.
     """
-    found = [(name, given.pop(name)) for name in (NUM_MICROBATCHES, GLOBAL_BATCH_TOKENS) if name in given]
-    if not found:
+    batches = [(name, changes.pop(name)) for name in (NUM_MICROBATCHES, GLOBAL_BATCH_TOKENS) if name in changes]
+    if not batches:
         return None
-    name, value = found[0]
-    if others := [key for key in (_BATCH, *(key for key, _ in found[1:])) if key in typed]:
+    name, value = batches[0]
+    if others := [key for key in (_BATCH, *(key for key, _ in batches[1:])) if key in typed]:
         rule, fix = f"is given twice, with {typed[others[0]]}", "give one of the two"
         raise SpecError(Problem(field=typed[name], value=render_value(value), rule=rule, fix=fix))
     return name, value
@@ -897,3 +909,22 @@ def _with_most_factors_of_2(low: int, high: int) -> int:
     """Number from ``low`` to ``high``, both at least 1, with most factors of 2: there is only one."""
     multiples = (high >> power << power for power in range(high.bit_length(), -1, -1))
     return next(multiple for multiple in multiples if multiple >= low)
+
+
+_LARGEST_HOST = 16
+"""Devices that one operating system has in today's machines; larger domains, as of NVL72, are of several hosts."""
+
+
+def check_ranks_per_node(configuration: Configuration, cluster: ClusterSpec) -> None:
+    """Check that a node has as many devices as a job on several nodes has ranks on each.
+
+    Raises:
+        SpecError: It has more or fewer, so communications would cross nodes elsewhere.
+    """
+    setting, devices = configuration.ranks_per_node, cluster.devices_per_node
+    if setting is None or setting.value == devices or devices > _LARGEST_HOST:
+        return
+    rule = f"is the number of ranks on each node, and nodes of this cluster have {counted(devices, 'device')}"
+    fix = f"add --set cluster.devices_per_node={setting.value}, or name a cluster of such nodes"
+    problem = Problem(field=setting.key, value=str(setting.value), rule=rule, fix=fix, line=setting.line)
+    raise SpecError(problem, file=configuration.file)

@@ -50,12 +50,12 @@ def _read(sections: Sections, data: Any, path: Path, kinds: Sequence[str]) -> An
     if not isinstance(data, dict):
         fields = sections.look_up(path, catalog.topology_fields, data)
     elif "preset" in data:
-        given = {key: value for key, value in data.items() if key != "preset"}
-        if "kind" in given:
+        own_keys = {key: value for key, value in data.items() if key != "preset"}
+        if "kind" in own_keys:
             sections.refuse((*path, "kind"), "cannot go with preset, which has its own", fix="keep one of the two")
             return None
         fields = sections.look_up((*path, "preset"), catalog.topology_fields, data["preset"])
-        fields = None if fields is None else fields | given
+        fields = None if fields is None else fields | own_keys
     else:
         fields = data
     if fields is None:

@@ -45,10 +45,10 @@ def _section(section: str, value: Any, notes: Mapping[tuple[str, ...], str]) -> 
     if isinstance(value, dict) and value:
         yield f"{_key(section)}:{keys}"
         value = {"preset": value["preset"]} | value if "preset" in value else value
-        yield from (f"  {_key(key)}: {flow_text(each)}{noted((section, key))}" for key, each in value.items())
+        yield from (f"  {_key(key)}: {flow_text(inside)}{noted((section, key))}" for key, inside in value.items())
     elif section == "expect" and isinstance(value, list | tuple) and value:
         yield f"{section}:"
-        yield from (f"  - {flow_text(each)}" for each in value)
+        yield from (f"  - {flow_text(inside)}" for inside in value)
     else:
         yield f"{_key(section)}: {flow_text(value)}{noted((section,)) or keys}"
 
@@ -60,7 +60,7 @@ def _key(key: str) -> str:
 def flow_text(value: Any) -> str:
     """Value on one line, as YAML and without quotes where words need none."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_key(str(key))}: {flow_text(each)}" for key, each in value.items()) + "}"
+        return "{" + ", ".join(f"{_key(str(key))}: {flow_text(inside)}" for key, inside in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(flow_text, value)) + "]"
     if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _NOT_PLAIN:

@@ -93,15 +93,17 @@ def search(
         SpecError: The job is invalid for every plan, the ranges have no plan in common, or cost is not available as an
             objective.
     """
-    given = space if isinstance(space, SearchSpace) else parse_model(SearchSpace, dict(space or {}), prefix=("search",))
-    possible = that_it_has(job.software, given)
+    parsed = (
+        space if isinstance(space, SearchSpace) else parse_model(SearchSpace, dict(space or {}), prefix=("search",))
+    )
+    possible = that_it_has(job.software, parsed)
 
     def search_one(asked: Job, within: SearchSpace) -> SearchResult:
         return _Search(name, jobs_of_seeds(asked)[0], within, calibration, jobs, on_progress).result(explain=explain)
 
-    found = search_one(job, possible)
+    result = search_one(job, possible)
     asks = possible.replication or possible.compression
-    return with_ways(found, job, possible, search_one) if asks and not found.interrupted else found
+    return with_ways(result, job, possible, search_one) if asks and not result.interrupted else result
 
 
 class _Search:
@@ -151,11 +153,11 @@ class _Search:
                 self._find()
                 if explain:
                     self._explain()
-                found = self._answer(interrupted=False)
-                if explain and not found.ranked:
+                result = self._answer(interrupted=False)
+                if explain and not result.ranked:
                     self._tell("looking for what would make a plan")
-                    found = replace(found, changes=self._changes(found.nearest_misses))
-                return found
+                    result = replace(result, changes=self._changes(result.nearest_misses))
+                return result
         except KeyboardInterrupt:
             with suppress(KeyboardInterrupt):
                 self._find_any()
@@ -196,8 +198,8 @@ class _Search:
         def told() -> None:
             self._tell("looking for what would make a plan", next(numbers))
 
-        found = changes(job, self._space, alike, self._calibration, self._workers, told)
-        return tuple(replace(change, software=software) for change in found)
+        tried = changes(job, self._space, alike, self._calibration, self._workers, told)
+        return tuple(replace(change, software=software) for change in tried)
 
     def _confirm(self) -> bool:
         """Replace numbers of truncated steps by those of ``predict`` for ranked plans and the front.
@@ -277,7 +279,7 @@ class _Search:
 
     def _explain(self) -> None:
         ranked = self._incumbents.ranked
-        evaluators = {options: each.evaluator for (_, options), each in self._explorations.items()}
+        evaluators = {options: explored.evaluator for (_, options), explored in self._explorations.items()}
         calls = []
         for timed in ranked:
             exploration = self._explorations[timed.num_devices, timed.options]
@@ -336,9 +338,9 @@ def _alike(group: Group) -> EquivalentPlans:
     """Number of other plans in a group, and their field values that differ from the shown plan."""
     names = (*FIELDS, "recompute_layers")
     shown, *others = ({name: getattr(timed.plan, name) for name in names} for timed in (group.shown, *group.others))
-    found = {key: {other[key] for other in others} - {value} for key, value in shown.items()}
+    differing = {key: {other[key] for other in others} - {value} for key, value in shown.items()}
     return EquivalentPlans(
-        len(others), {key: tuple(sorted(values, key=_order)) for key, values in found.items() if values}
+        len(others), {key: tuple(sorted(values, key=_order)) for key, values in differing.items() if values}
     )
 
 

@@ -47,14 +47,14 @@ def changes(
         if (seconds := miss.step_time_s) is not None:
             words = f"allow max_step_time_s = {_rounded_up(seconds):g}: the fastest plan takes {format_time(seconds)}"
             return (RequestChange(what="max_step_time_s", value=seconds, words=words, plan=miss.plan),)
-    found = [
+    tried_changes = [
         _headroom(job, space, misses),
         _memory(job, space, misses),
         *_outside_of_searches(job, space, misses, calibration),
     ]
     first = partial(first_fit, calibration=calibration, workers=workers, on_tried=on_tried)
-    found += [tried(job, space, first) for tried in (_recompute, _ranges, _any_batch, _devices)]
-    return tuple(change for change in found if change is not None)
+    tried_changes += [tried(job, space, first) for tried in (_recompute, _ranges, _any_batch, _devices)]
+    return tuple(change for change in tried_changes if change is not None)
 
 
 def _rounded_up(seconds: float) -> float:
@@ -105,11 +105,11 @@ def _outside_of_searches(
     for plan in plans:
         prediction = predict(job.with_plan(plan), calibration=calibration)
         limit = space.max_memory_fraction
-        found = fixes(prediction, calibration, max_memory_fraction=limit, kinds=OUTSIDE_OF_SEARCHES)
-        for fix in found:
+        fitting = fixes(prediction, calibration, max_memory_fraction=limit, kinds=OUTSIDE_OF_SEARCHES)
+        for fix in fitting:
             what, value = list(fix.changes.items())[-1]
             yield RequestChange(what=what, value=str(value), words=fix.words, plan=fix.job.plan)
-        if found:
+        if fitting:
             return
 
 
@@ -123,12 +123,12 @@ def _recompute(job: Job, space: SearchSpace, first: FirstFit) -> RequestChange |
 
 def _ranges(job: Job, space: SearchSpace, first: FirstFit) -> RequestChange | None:
     """The default ranges of the software, if the given ranges are narrower."""
-    given = given_ranges(job.software, space)
-    if not given:
+    ranges = given_ranges(job.software, space)
+    if not ranges:
         return None
-    wider = that_it_has(job.software, space.model_copy(update=dict.fromkeys(given)))
+    wider = that_it_has(job.software, space.model_copy(update=dict.fromkeys(ranges)))
     plan = first(job, wider)
-    names = ", ".join(given)
+    names = ", ".join(ranges)
     return _change("ranges", names, f"leave out the ranges of search ({names})", plan)
 
 

@@ -97,9 +97,9 @@ def more_memory(
         workers: Workers of the search.
     """
     least_s, more_bytes = step_time_s, int(MORE * capacity)
-    first = sorted(nearly, key=lambda one: one.step_time_s)[:_MAX_TRIED]
-    asked = takewhile(lambda one: one.step_time_s < least_s, first)
-    calls = ((one, (evaluators[one.options], one.plan, more_bytes)) for one in asked)
+    first = sorted(nearly, key=lambda near: near.step_time_s)[:_MAX_TRIED]
+    asked = takewhile(lambda near: near.step_time_s < least_s, first)
+    calls = ((near, (evaluators[near.options], near.plan, more_bytes)) for near in asked)
     for waiting, (_, found_s) in workers.each(Evaluator.numbers, calls):
         if waiting.step_time_s >= least_s:  # since a plan was found meanwhile
             break

@@ -110,7 +110,7 @@ class Exploration:
         if not self._bounded:
             return
         rows = Candidates.joined([table for table, _, _ in self._bounded])
-        least_bytes, least_s = (np.concatenate([each[place] for each in self._bounded]) for place in (1, 2))
+        least_bytes, least_s = (np.concatenate([bounded[place] for bounded in self._bounded]) for place in (1, 2))
         self._bounded.clear()
         order = np.lexsort((least_s, self._incumbents.goal.first_values(rows.num_devices, least_bytes, least_s)))
         self._rows, self._least_bytes, self._least_s = rows.take(order), least_bytes[order], least_s[order]
@@ -192,22 +192,28 @@ class Exploration:
             return
         at_most = _FEW_MISSES if self._incumbents.ranked else _MAX_BEYOND
 
-        def is_hopeless(one: _Beyond) -> bool:
-            return self._incumbents.is_hopeless(one.plan.num_devices, capacity + one.lacking, one.step_time_s)
+        def is_hopeless(candidate: _Beyond) -> bool:
+            return self._incumbents.is_hopeless(
+                candidate.plan.num_devices, capacity + candidate.lacking, candidate.step_time_s
+            )
 
-        beyond = [one for one in sorted(self._beyond) if not is_hopeless(one)]
-        unknown = islice((one for one in beyond if not one.is_known), at_most)
-        asked = takewhile(lambda one: not statistics.is_far(one.lacking), unknown)
-        sizes = self._workers.each(Evaluator.numbers, ((one, (self.evaluator, one.plan, 0)) for one in asked))
-        for one in beyond:
-            if statistics.is_far(one.lacking):
+        beyond = [candidate for candidate in sorted(self._beyond) if not is_hopeless(candidate)]
+        unknown = islice((candidate for candidate in beyond if not candidate.is_known), at_most)
+        asked = takewhile(lambda candidate: not statistics.is_far(candidate.lacking), unknown)
+        sizes = self._workers.each(
+            Evaluator.numbers, ((candidate, (self.evaluator, candidate.plan, 0)) for candidate in asked)
+        )
+        for candidate in beyond:
+            if statistics.is_far(candidate.lacking):
                 break
-            size = capacity + one.lacking
-            if not one.is_known:
-                if (found := next(sizes, None)) is None:
+            size = capacity + candidate.lacking
+            if not candidate.is_known:
+                if (needed := next(sizes, None)) is None:
                     continue
-                size = found[1][0]
-            statistics.missed(InfeasiblePlan(size - capacity, one.order, one.plan, size, options=self.options))
+                size = needed[1][0]
+            statistics.missed(
+                InfeasiblePlan(size - capacity, candidate.order, candidate.plan, size, options=self.options)
+            )
 
     def _hopeful(self, cut: list[int]) -> Iterator[int]:
         """Yield remaining rows that are not pruned by the incumbents of that time; append pruned rows to ``cut``."""
@@ -261,7 +267,9 @@ class Exploration:
         """Memory and step time of a row; workers evaluate the next rows meanwhile."""
         if self._evaluated is None:
             self._evaluated = self._workers.each(Evaluator.numbers, self._to_evaluate())
-        return next(numbers for each, numbers in self._evaluated if each == row)  # others were pruned meanwhile
+        return next(
+            numbers for evaluated, numbers in self._evaluated if evaluated == row
+        )  # others were pruned meanwhile
 
     def _to_evaluate(self) -> Iterator[tuple[int, tuple[Evaluator, ParallelPlan, int | None]]]:
         """Yield remaining rows that are not pruned yet, with the arguments to evaluate them."""
@@ -298,8 +306,8 @@ class Exploration:
             self._waiting(table.plan(row), int(least_bytes[row]), float(least_s[row])) for row in fastest.tolist()
         )
 
-    def _add_beyond(self, found: Iterable[_Beyond]) -> None:
-        self._beyond = heapq.nsmallest(_MAX_BEYOND, [*self._beyond, *found])
+    def _add_beyond(self, candidates: Iterable[_Beyond]) -> None:
+        self._beyond = heapq.nsmallest(_MAX_BEYOND, [*self._beyond, *candidates])
 
     def _waiting(self, plan: ParallelPlan, device_bytes: int, least_s: float) -> Waiting:
         value = self._incumbents.goal.values(plan.num_devices, device_bytes, least_s)[0]

@@ -15,7 +15,7 @@ from simplan.plan.plan import DEPENDENT
 from simplan.predict import predict
 from simplan.predict.step_summary import evaluate_step
 from simplan.prediction import MemoryVerdict, Prediction
-from simplan.problems import render_value
+from simplan.problems import setting_words
 from simplan.rules import MEMORY_RULES, RULES, SEARCH_RULES, violations
 from simplan.units import GIB
 from simplan.wording import divisors
@@ -67,7 +67,7 @@ class Fix:
     @property
     def words(self) -> str:
         """The changes as lines of a scenario file: ``plan.recompute: full, plan.tp: 8``."""
-        return ", ".join(f"{setting}: {_written(value)}" for setting, value in self.changes.items())
+        return ", ".join(f"{setting}: {setting_words(value)}" for setting, value in self.changes.items())
 
     @property
     def is_unsure(self) -> bool:
@@ -189,10 +189,6 @@ def _dominates(other: Fix, fix: Fix) -> bool:
     )
 
 
-def _written(value: Any) -> str:
-    return value if isinstance(value, str) else render_value(value)
-
-
 def _shown(candidates: list[Fix], top: int) -> tuple[Fix, ...]:
     """The first fixes; the last one takes more devices if any fix does."""
     more = [fix for fix in candidates if fix.more_devices][:1]
@@ -247,17 +243,19 @@ def _pairs(
     """
 
     def both(pair: tuple[_Tried, _Tried]) -> int:
-        return sum(one.device_bytes for one in pair)
+        return sum(first.device_bytes for first in pair)
 
-    apart = [(one, other) for one, other in combinations(singles, 2) if not one.changes.keys() & other.changes.keys()]
+    apart = [
+        (first, other) for first, other in combinations(singles, 2) if not first.changes.keys() & other.changes.keys()
+    ]
     budget = _MAX_SMALLER
-    for one, other in sorted(apart, key=both)[:_MAX_PAIRS]:
-        tried = _try_both(job, one, other, capacity_bytes, calibration)
+    for first, other in sorted(apart, key=both)[:_MAX_PAIRS]:
+        tried = _try_both(job, first, other, capacity_bytes, calibration)
         if tried is None:
             continue
         yield tried
-        less = [(part, other) for part in smaller.get(id(one), [])] + [
-            (one, part) for part in smaller.get(id(other), [])
+        less = [(part, other) for part in smaller.get(id(first), [])] + [
+            (first, part) for part in smaller.get(id(other), [])
         ]
         for pair in less[:budget]:
             fix = _try_both(job, *pair, capacity_bytes, calibration)
@@ -267,11 +265,11 @@ def _pairs(
 
 
 def _try_both(
-    job: Job, one: _Tried, other: _Tried, capacity_bytes: int, calibration: Calibration | None
+    job: Job, first: _Tried, second: _Tried, capacity_bytes: int, calibration: Calibration | None
 ) -> _Tried | None:
     """A job with two changes; None if it does not fit, or violates a rule."""
     try:
-        changed = one.job.with_changes(other.changes)
+        changed = first.job.with_changes(second.changes)
     except SpecError:
         return None
     tried = _try(job, changed, capacity_bytes, calibration)

@@ -85,18 +85,18 @@ def largest(
     if job.cluster.largest_memory_bytes is None:
         rule = "does not say how much memory it has, so anything fits"
         raise SpecError(Problem(field="cluster.device", value=job.cluster.device.id, rule=rule))
-    found, reasons, told = [], [], on_progress or (lambda _: None)
+    fitting, reasons, told = [], [], on_progress or (lambda _: None)
     with WorkerPool(jobs) as workers:
         for options in searched_options(space):
             try:
-                one = _largest(with_options(job, options), space, quantity, told, calibration, workers)
+                of_options = _largest(with_options(job, options), space, quantity, told, calibration, workers)
             except NoFeasiblePlanError as error:
                 reasons.append(error)
             else:
-                found.append(replace(one, software=dict(options)))
-    if not found:
+                fitting.append(replace(of_options, software=dict(options)))
+    if not fitting:
         raise reasons[0]
-    return max(found, key=lambda one: one.value)
+    return max(fitting, key=lambda of_options: of_options.value)
 
 
 def _largest(
@@ -161,8 +161,11 @@ class _Growth:
             for value in range(low + piece, high, piece):
                 if self._fits(value):
                     low = value
-            high = min((value for value, found in self._found.items() if found is None and value > low), default=high)
-        fitting = tuple(sorted(value for value, found in self._found.items() if found))
+            high = min(
+                (value for value, fitting_plan in self._found.items() if fitting_plan is None and value > low),
+                default=high,
+            )
+        fitting = tuple(sorted(value for value, fitting_plan in self._found.items() if fitting_plan))
         plan = self._found[fitting[-1]]
         assert plan is not None
         return Largest(
@@ -170,7 +173,7 @@ class _Growth:
             fitting[-1],
             plan,
             fitting=fitting,
-            failing=tuple(sorted(value for value, found in self._found.items() if found is None)),
+            failing=tuple(sorted(value for value, fitting_plan in self._found.items() if fitting_plan is None)),
             exact=False,
             model_fields=self._fields(fitting[-1]),
         )

@@ -57,14 +57,14 @@ class _Whole(NamedTuple):
 
 def _has_partial(job: Job, space: SearchSpace, calibration: Calibration | None) -> bool:
     """True if a search also tries plans that recompute only some blocks."""
-    one = ParallelPlan(recompute="full", recompute_layers=1)
+    partial_plan = ParallelPlan(recompute="full", recompute_layers=1)
     return (
         space.recompute_layers == "least"
         and (space.recompute is None or {"none", "full"} <= {*space.recompute})
         and not job.software.expert_overlap
         and calibration is None
         and job.cluster.cores_per_node is None
-        and not violations(job.with_plan(one), (recompute_modelled, recompute_layers_modelled))
+        and not violations(job.with_plan(partial_plan), (recompute_modelled, recompute_layers_modelled))
     )
 
 
@@ -91,31 +91,31 @@ def search_partial_recompute(
     if capacity is None or not _has_partial(job, space, calibration):
         return 0
     promising = sorted(_whole(exploration, incumbents, capacity))[:_MAX_CANDIDATES]
-    found = 0
+    num_found = 0
 
-    def is_hopeless(one: _Whole) -> bool:
-        return incumbents.is_hopeless(one.plan.num_devices, one.least_bytes, _EQUAL_BLOCKS_FACTOR * one.about_s)
+    def is_hopeless(whole: _Whole) -> bool:
+        return incumbents.is_hopeless(whole.plan.num_devices, whole.least_bytes, _EQUAL_BLOCKS_FACTOR * whole.about_s)
 
-    ordered = enumerate(sorted(_in_stages(job, each, incumbents.goal) for each in promising))
-    near = ((number, one) for number, one in ordered if not is_hopeless(one))
-    calls = (((number, one), (exploration.evaluator, one, capacity)) for number, one in near)
-    for (number, one), fitting in workers.each(_fewest_blocks, calls):
-        if is_hopeless(one):  # since a plan was found meanwhile
+    ordered = enumerate(sorted(_in_stages(job, candidate, incumbents.goal) for candidate in promising))
+    near = ((number, whole) for number, whole in ordered if not is_hopeless(whole))
+    calls = (((number, whole), (exploration.evaluator, whole, capacity)) for number, whole in near)
+    for (number, whole), fitting in workers.each(_fewest_blocks, calls):
+        if is_hopeless(whole):  # since a plan was found meanwhile
             continue
         if fitting is not None and fitting[2] <= (space.max_step_time_s or math.inf):
             incumbents.add(*fitting, exploration.options)
-            found += 1
+            num_found += 1
         on_progress("looking for the fewest recomputed blocks", number + 1, len(promising))
-    return found
+    return num_found
 
 
 def _whole(exploration: Exploration, incumbents: Incumbents, capacity: int) -> Iterator[_Whole]:
     """Yield plans with full recomputation that may fit with fewer recomputed blocks and be among the best."""
     num_devices = exploration.enumeration.num_devices
-    found = exploration.bounded_with("recompute", "full")
-    if found is None:
+    whole = exploration.bounded_with("recompute", "full")
+    if whole is None:
         return
-    rows, row_bytes, row_s = found
+    rows, row_bytes, row_s = whole
     near = [not incumbents.is_hopeless(num_devices, 0, _MIN_SHARE * s) for s in row_s.tolist()]
     near_rows = np.flatnonzero(near)
     for start in range(0, len(near_rows), _MAX_ROWS):
@@ -131,30 +131,30 @@ def _whole(exploration: Exploration, incumbents: Incumbents, capacity: int) -> I
                 yield _Whole(value, about_s, size, share, plan_order(plan), plan, more_s)
 
 
-def _in_stages(job: Job, one: _Whole, goal: Goal) -> _Whole:
+def _in_stages(job: Job, whole: _Whole, goal: Goal) -> _Whole:
     """The plan with a better estimate: every stage recomputes one block at least, and the largest one has few."""
-    share = max(one.share, 1 / _most_blocks(job.with_plan(one.plan)))
-    about_s = one.about_s + (share - one.share) * one.all_s
-    value = goal.values(one.plan.num_devices, one.least_bytes, about_s)[0]
-    return one._replace(value=value, about_s=about_s)
+    share = max(whole.share, 1 / _most_blocks(job.with_plan(whole.plan)))
+    about_s = whole.about_s + (share - whole.share) * whole.all_s
+    value = goal.values(whole.plan.num_devices, whole.least_bytes, about_s)[0]
+    return whole._replace(value=value, about_s=about_s)
 
 
-def _fewest_blocks(evaluator: Evaluator, one: _Whole, capacity: int) -> tuple[ParallelPlan, int, float] | None:
+def _fewest_blocks(evaluator: Evaluator, whole: _Whole, capacity: int) -> tuple[ParallelPlan, int, float] | None:
     """The plan with the fewest recomputed blocks that fit, its bytes and its seconds.
 
     Returns None if the plan fits without recomputation, or only with all blocks recomputed.
     """
 
     def fitting(update: dict[str, object]) -> tuple[ParallelPlan, int, float] | None:
-        plan = one.plan.model_copy(update=update)
+        plan = whole.plan.model_copy(update=update)
         size, step_time_s = evaluator.numbers(plan, capacity)
         return None if step_time_s is None else (plan, size, rounded(step_time_s))
 
-    most = _most_blocks(evaluator.job.with_plan(one.plan))
-    if not one.share and fitting({"recompute": "none"}) is not None:
+    most = _most_blocks(evaluator.job.with_plan(whole.plan))
+    if not whole.share and fitting({"recompute": "none"}) is not None:
         return None
-    low, high, found = 0, most, None
-    guess, probes = max(1, min(most - 1, math.ceil(one.share * most))), 0
+    low, high, fewest = 0, most, None
+    guess, probes = max(1, min(most - 1, math.ceil(whole.share * most))), 0
     while high - low > 1:
         middle = guess if low < guess < high and probes <= _NUM_PROBES else (low + high) // 2
         tried = fitting({"recompute_layers": middle})
@@ -162,8 +162,8 @@ def _fewest_blocks(evaluator: Evaluator, one: _Whole, capacity: int) -> tuple[Pa
         if tried is None:
             low, guess = middle, middle + 1
         else:
-            high, guess, found = middle, middle - 1, tried
-    return found
+            high, guess, fewest = middle, middle - 1, tried
+    return fewest
 
 
 def _most_blocks(job: Job) -> int:

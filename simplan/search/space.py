@@ -198,11 +198,11 @@ class SearchSpace(Spec):
             one = values and all(isinstance(word, str | int) for word in values)  # one list without brackets around it
             return (values,) if one else tuple(tuple(each) if isinstance(each, list) else each for each in values)
 
-        found = {key: listed(key, value) for key, value in data.items()}
-        goals = found.get("objectives")
-        if isinstance(goals, tuple) and "objective" not in found and goals[:1] and goals[0] in OBJECTIVES:
-            found["objective"] = goals[0]  # so that a copy, in which every field is set, is valid too
-        return found
+        lists = {key: listed(key, value) for key, value in data.items()}
+        goals = lists.get("objectives")
+        if isinstance(goals, tuple) and "objective" not in lists and goals[:1] and goals[0] in OBJECTIVES:
+            lists["objective"] = goals[0]  # so that a copy, in which every field is set, is valid too
+        return lists
 
     @model_validator(mode="after")
     def _go_together(self) -> Self:
@@ -332,7 +332,7 @@ def given_ranges(software: SoftwareSpec, space: SearchSpace) -> tuple[str, ...]:
     """Names of the ranges that the user set and that differ from the software's own restrictions."""
     whole = that_it_has(software, space.model_copy(update=dict.fromkeys(RANGES)))
     ranges = ((name, getattr(space, name), getattr(whole, name)) for name in RANGES)
-    return tuple(name for name, given, restricted in ranges if given is not None and given != restricted)
+    return tuple(name for name, values, restricted in ranges if values is not None and values != restricted)
 
 
 _OF_MODULES = [rule for rule in RULES if rule.name.startswith("recompute_modules_")]
@@ -377,7 +377,9 @@ def _check_modules(job: Job, space: SearchSpace) -> None:
         try:
             check_job(job.with_plan(ParallelPlan(recompute="selective", recompute_modules=modules)), _OF_MODULES)
         except SpecError as error:
-            raise type(error)([replace(each, field="search.recompute_modules") for each in error.problems]) from None
+            raise type(error)(
+                [replace(problem, field="search.recompute_modules") for problem in error.problems]
+            ) from None
 
 
 def capacity_bytes(job: Job, space: SearchSpace) -> int | None:

@@ -96,8 +96,8 @@ class PlanSwitch:
             "step_time_change": self.step_time_change,
             "published_pairs_in_this_order": {"fraction": fraction, "num_pairs": pairs},
             "changes": [
-                {"key": each.key, "before": each.before, "after": each.after, "line": each.line}
-                for each in self.changes
+                {"key": change.key, "before": change.before, "after": change.after, "line": change.line}
+                for change in self.changes
             ],
             "costs": list(self.costs),
         }

@@ -82,12 +82,12 @@ def ways_of(space: SearchSpace) -> Iterator[_Way]:
 
 
 def with_ways(
-    found: SearchResult, job: Job, space: SearchSpace, search_one: Callable[[Job, SearchSpace], SearchResult]
+    result: SearchResult, job: Job, space: SearchSpace, search_one: Callable[[Job, SearchSpace], SearchResult]
 ) -> SearchResult:
     """Result of a search with the best plans of other ways to train.
 
     Args:
-        found: Best plans with whole gradients in every step.
+        result: Best plans with whole gradients in every step.
         job, space: The request.
         search_one: Searches one way.
     """
@@ -97,8 +97,8 @@ def with_ways(
     if plain.dp_replicate is None:
         plain = plain.model_copy(update={"dp_replicate": tuple(replicas) or (1,)})
     goal, ways = Goal.of(space, job), list[SearchedWay]()
-    ranked = [(_value(goal, plan), plan) for plan in found.ranked]
-    best_s = found.best.step_time_s if found.best is not None else math.inf
+    ranked = [(_value(goal, plan), plan) for plan in result.ranked]
+    best_s = result.best.step_time_s if result.best is not None else math.inf
     for way in ways_of(space):
         asked = job.with_plan(job.plan.with_changes(**{way.field: way.value}))
         factor, source = _samples_factor(space, way.kind)
@@ -114,9 +114,9 @@ def with_ways(
         if factor is not None:
             plans = tuple(replace(plan, samples_factor=factor) for plan in plans)
             ranked += [(_value(goal, plan), plan) for plan in plans]
-    ranked.sort(key=lambda each: each[0])
+    ranked.sort(key=lambda ranked_plan: ranked_plan[0])
     shown = tuple(plan for _, plan in ranked[: space.top])
-    return replace(found, ranked=shown, ways=tuple(ways), synchronous=found.best)
+    return replace(result, ranked=shown, ways=tuple(ways), synchronous=result.best)
 
 
 def _value(goal: Goal, plan: RankedPlan) -> tuple[float, ...]:
@@ -126,11 +126,11 @@ def _value(goal: Goal, plan: RankedPlan) -> tuple[float, ...]:
 def _samples_factor(space: SearchSpace, kind: str) -> tuple[float | None, str]:
     """The factor of a way with its source; None if the user gives none."""
     factors = {str(name): factor for name, factor in (space.samples_factor or {}).items()}
-    given = factors.get(kind)
-    if given == "published":
+    stated = factors.get(kind)
+    if stated == "published":
         if (published := PUBLISHED.get(kind)) is None:
             rule = f"there is no published number of samples of {kind}; there is one of {', '.join(PUBLISHED)}"
             field = f"search.samples_factor.{kind}"
             raise SpecError(Problem(field=field, value="published", rule=rule, fix="give a number, or leave it out"))
         return published.factor, published.words
-    return given, "" if given is None else f"{given:g} as given"
+    return stated, "" if stated is None else f"{stated:g} as given"

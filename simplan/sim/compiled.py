@@ -111,8 +111,8 @@ class CompiledProgram:
         """
         vectors_s = np.ascontiguousarray(durations_s, np.float64)
         assert vectors_s.shape == (len(vectors_s), len(self.node)), vectors_s.shape
-        found: list[float] = self.loops.latest(self.first, self.before, self.leader, vectors_s).tolist()
-        return found
+        latest_s: list[float] = self.loops.latest(self.first, self.before, self.leader, vectors_s).tolist()
+        return latest_s
 
 
 def load_compiled() -> None:

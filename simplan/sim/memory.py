@@ -150,12 +150,12 @@ def memory_curve(program: Program, rank: int, times: Times) -> tuple[NDArray[np.
     There is a sample at the start and at the end of each operation. Host issue order decides which memory is held. If a
     later operation starts earlier (on another stream), its sample moves to the time of its predecessor.
     """
-    own = program.rank_indices[rank]
-    own = own[np.array([bool(effects) for effects in program.effects])[program.columns.memory[own]]]
-    during, after = (effect[program.columns.memory[own]] for effect in program.effect_bytes)
+    ops = program.rank_indices[rank]
+    ops = ops[np.array([bool(effects) for effects in program.effects])[program.columns.memory[ops]]]
+    during, after = (effect[program.columns.memory[ops]] for effect in program.effect_bytes)
     changes = np.stack([during, after - during], axis=1).reshape(-1, len(_CATEGORIES))
-    asynchronous = ~program.on_stream(Stream.COMPUTE, indices=own)[:, np.newaxis]  # held from issue on
-    issued_s = np.where(asynchronous, 0.0, np.stack([times.start_s[own], times.end_s[own]], axis=1)).reshape(-1)
+    asynchronous = ~program.on_stream(Stream.COMPUTE, indices=ops)[:, np.newaxis]  # held from issue on
+    issued_s = np.where(asynchronous, 0.0, np.stack([times.start_s[ops], times.end_s[ops]], axis=1)).reshape(-1)
     held = np.concatenate([_resting(program, rank)[np.newaxis], changes]).cumsum(axis=0)
     return np.maximum.accumulate(np.concatenate([[0.0], issued_s])), held
 
@@ -171,7 +171,9 @@ def _in_flight(program: Program, rank: int) -> dict[int, int]:
     forward = program.of_action(ActionKind.FORWARD, indices=indices) & begins
     backward = program.of_action(ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT, indices=indices) & begins
     change = forward.astype(np.int64) - backward
-    return {int(each): int(np.cumsum(change[stage == each]).max()) for each in dict.fromkeys(stage[forward].tolist())}
+    return {
+        int(number): int(np.cumsum(change[stage == number]).max()) for number in dict.fromkeys(stage[forward].tolist())
+    }
 
 
 def whole_blocks(num_bytes: int) -> int:

@@ -252,7 +252,7 @@ class _Simulation:
 
     def _release(self, server: _Server) -> None:
         """Lets the workers go on that are no longer too far ahead."""
-        for worker, event in [each for each in server.held if self._may_go_on(server, each[0])]:
+        for worker, event in [held for held in server.held if self._may_go_on(server, held[0])]:
             server.held.remove((worker, event))
             event.succeed()
 

@@ -225,5 +225,5 @@ def _last_of(spans: Sequence[Span], ends: Mapping[int, Iterable[float]]) -> int 
     """Rank that computed until the collective began; None if there is none."""
     start_s = spans[0].start_s
     near_s = _NO_TIME_S + 1e-9 * start_s
-    found = (span.rank for span in spans if any(abs(end_s - start_s) <= near_s for end_s in ends.get(span.rank, ())))
-    return next(found, None)
+    ending = (span.rank for span in spans if any(abs(end_s - start_s) <= near_s for end_s in ends.get(span.rank, ())))
+    return next(ending, None)

@@ -124,10 +124,10 @@ def attribute(
         return (), ()
     of_predicted = predicted_activity(predicted, recompute_apart=times_recomputation(measurement))
     expected = {rank: pieces_of(activity, predicted.step_time_s) for rank, activity in of_predicted.items()}
-    found = {rank: pieces_of(activity, recorded_s) for rank, activity in of_measured.items()}
+    measured = {rank: pieces_of(activity, recorded_s) for rank, activity in of_measured.items()}
     predicted_terms = _by_part(critical_pieces(expected, predicted.step_time_s))
     dropped = {rank.rank for rank in measurement.ranks if rank.is_dropped}
-    kept = {rank: pieces for rank, pieces in found.items() if rank not in dropped}
+    kept = {rank: pieces for rank, pieces in measured.items() if rank not in dropped}
     measured_terms = _by_part(critical_pieces(kept, recorded_s))
     others = _OTHER_STEPS if measurement.job.round_steps == 1 else _MEAN_STEP
     predicted_terms[others, ActivityShare.UNEXPLAINED] = (step_time_s or predicted.step_time_s) - predicted.step_time_s
@@ -137,20 +137,21 @@ def attribute(
         for part, share in dict.fromkeys((*predicted_terms, *measured_terms))
     ]
     splits = tuple(
-        RankSplit(rank, _by_share(expected[rank]), _by_share(found[rank])) for rank in sorted(expected.keys() & found)
+        RankSplit(rank, _by_share(expected[rank]), _by_share(measured[rank]))
+        for rank in sorted(expected.keys() & measured)
     )
     return tuple(sorted(terms, key=lambda term: -abs(term.difference_s))), splits
 
 
 def _by_part(pieces: Sequence[Piece]) -> dict[tuple[str, ActivityShare], float]:
-    found: dict[tuple[str, ActivityShare], float] = defaultdict(float)
+    seconds: dict[tuple[str, ActivityShare], float] = defaultdict(float)
     for piece in pieces:
-        found[piece.part, piece.share] += piece.duration_s
-    return found
+        seconds[piece.part, piece.share] += piece.duration_s
+    return seconds
 
 
 def _by_share(pieces: Sequence[Piece]) -> dict[ActivityShare, float]:
-    found = dict.fromkeys(ActivityShare, 0.0)
+    seconds = dict.fromkeys(ActivityShare, 0.0)
     for piece in pieces:
-        found[piece.share] += piece.duration_s
-    return found
+        seconds[piece.share] += piece.duration_s
+    return seconds

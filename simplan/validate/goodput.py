@@ -52,9 +52,9 @@ class GoodputComparison:
         )
 
 
-def _by_part(found: ExpectedRun | RunTimes) -> dict[str, float]:
+def _by_part(times: ExpectedRun | RunTimes) -> dict[str, float]:
     parts_s: dict[str, float] = {}
-    for name, seconds in found.waterfall_s.items():
+    for name, seconds in times.waterfall_s.items():
         if seconds:
             part = _SAME.get(name, name)
             parts_s[part] = parts_s.get(part, 0.0) + seconds

@@ -145,18 +145,18 @@ def hypotheses(job: Job, predicted_s: float, measured: MeasuredTotals) -> tuple[
     if abs(base.step_time_s / predicted_s - 1) > _SAME:
         return None
     error = _compared(_Change("", ""), base, measured).distance
-    found: dict[str, Hypothesis] = {}
+    nearest: dict[str, Hypothesis] = {}
     for change, summary in _changed(job, base):
         kind = change.kind
         longer_s = measured.longer_s.get(_PART_OF.get(kind, ""))
         if longer_s is not None and longer_s * (summary.step_time_s - base.step_time_s) < 0:
             continue
         hypothesis = _compared(change, summary, measured)
-        best = found.get(kind)
+        best = nearest.get(kind)
         if hypothesis.distance <= _LESS * error and (best is None or hypothesis.distance < best.distance):
-            found[kind] = hypothesis
-    kinds = sorted(found, key=lambda kind: (not found[kind].explains, kind in _SCANNED, found[kind].distance))
-    return tuple(found[kind] for kind in kinds)
+            nearest[kind] = hypothesis
+    kinds = sorted(nearest, key=lambda kind: (not nearest[kind].explains, kind in _SCANNED, nearest[kind].distance))
+    return tuple(nearest[kind] for kind in kinds)
 
 
 @dataclass(frozen=True, slots=True)

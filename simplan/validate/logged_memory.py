@@ -65,17 +65,17 @@ def memory_notes(prediction: Mapping[str, Any], told: Peaks) -> Iterator[str]:
 def _too_large(told: Peaks, capacity_gib: float | None) -> Iterator[Problem]:
     for column, peaks in told.items():
         if capacity_gib is not None and max(peaks) > capacity_gib:
-            given = max(peaks)
+            largest = max(peaks)
             fix = next(
                 (
-                    f"if it is in {unit}, write {given * size / GIB:.4g}"
+                    f"if it is in {unit}, write {largest * size / GIB:.4g}"
                     for unit, size in _UNITS
-                    if given * size / GIB <= capacity_gib
+                    if largest * size / GIB <= capacity_gib
                 ),
                 "write what one device held",
             )
             rule = f"is more than the {capacity_gib:.4g} GiB of a device of the predicted job"
-            yield Problem(field=_field(column), value=f"{given:g}", rule=rule, fix=fix)
+            yield Problem(field=_field(column), value=f"{largest:g}", rule=rule, fix=fix)
 
 
 def _contradictions(told: Peaks) -> Iterator[Problem]:

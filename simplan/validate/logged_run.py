@@ -96,9 +96,9 @@ class LoggedRun(Spec):
         facts, ranks = recording.environment, recording.ranks
         device = facts.get("device") or "an unknown device"
         peaks: dict[str, Any] = {
-            f"peak_{column}_gib": tuple(each / GIB for each in found if each)
+            f"peak_{column}_gib": tuple(peak_bytes / GIB for peak_bytes in peaks_bytes if peak_bytes)
             for column in COLUMNS
-            if all(found := [getattr(rank.peak_memory, f"{column}_bytes") for rank in ranks])
+            if all(peaks_bytes := [getattr(rank.peak_memory, f"{column}_bytes") for rank in ranks])
         }
         numbers = range(recording.first_step, recording.first_step + len(recording.step_times_s))
         return cls(
@@ -113,14 +113,14 @@ class LoggedRun(Spec):
     @property
     def peaks(self) -> Peaks:
         """Logged peaks by column."""
-        found = {column: getattr(self, f"peak_{column}_gib") for column in COLUMNS}
-        return {column: peaks for column, peaks in found.items() if peaks is not None}
+        by_column = {column: getattr(self, f"peak_{column}_gib") for column in COLUMNS}
+        return {column: peaks for column, peaks in by_column.items() if peaks is not None}
 
     @property
     def has_time(self) -> bool:
         """True if a field gives the step time."""
-        given = (self.step_times_s, self.step_time_s, self.tokens_per_s_per_device, self.samples_per_s)
-        return any(field is not None for field in given)
+        times = (self.step_times_s, self.step_time_s, self.tokens_per_s_per_device, self.samples_per_s)
+        return any(field is not None for field in times)
 
     @property
     def relative_times(self) -> tuple[float, ...]:

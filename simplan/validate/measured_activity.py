@@ -106,14 +106,14 @@ def _without(busy: Busy, still: list[tuple[float, float]]) -> Iterator[Busy]:
 
 def _add_transfer(
     activity: Activity,
-    each: _KeyedCollective,
+    keyed_collective: _KeyedCollective,
     issued: dict[int, float],
     rank: int,
     mapping: RankMapping,
     arrived: dict[tuple[object, ...], Transfer],
 ) -> None:
     """Add communication that a rank waits for; sends are asynchronous and not waited for."""
-    collective = each.collective
+    collective = keyed_collective.collective
     receives = collective.kind == "recv" and is_between_stages(collective)
     if collective.end_s is None or (is_between_stages(collective) and not receives):
         return
@@ -131,10 +131,10 @@ def _add_transfer(
     activity.transfers.append(transfer)
     activity.waiting.append((collective.start_s, transfer.start_s))
     if receives:
-        arrived[each.key] = transfer
+        arrived[keyed_collective.key] = transfer
 
 
 def _add_sends(activity: Activity, keyed: list[_KeyedCollective], arrived: dict[tuple[object, ...], Transfer]) -> None:
     """Add sends, with the transfer times that their receivers recorded."""
-    transfers = (arrived.get(each.key) for each in keyed if each.collective.kind == "send")
+    transfers = (arrived.get(send.key) for send in keyed if send.collective.kind == "send")
     activity.transfers += [transfer for transfer in transfers if transfer is not None]

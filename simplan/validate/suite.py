@@ -107,14 +107,14 @@ class Suite(Spec):
 
 def errors_of(cases: Iterable[SuiteCase], measure: Measure) -> Errors | None:
     """Errors of the cases with a prediction and a measurement; None if there are no such cases."""
-    found = [(value, case.name) for case in cases if (value := case.error(measure)) is not None]
-    if not found:
+    errors = [(value, case.name) for case in cases if (value := case.error(measure)) is not None]
+    if not errors:
         return None
-    worst, worst_case = max(found, key=lambda pair: abs(pair[0]))
+    worst, worst_case = max(errors, key=lambda pair: abs(pair[0]))
     return Errors(
-        num=len(found),
-        mean_absolute=statistics.fmean(abs(value) for value, _ in found),
-        bias=statistics.fmean(value for value, _ in found),
+        num=len(errors),
+        mean_absolute=statistics.fmean(abs(value) for value, _ in errors),
+        bias=statistics.fmean(value for value, _ in errors),
         worst=worst,
         worst_case=worst_case,
     )

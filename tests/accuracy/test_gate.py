@@ -9,8 +9,8 @@ from benchmarks.accuracy_gate import COMMITTED, differences
 
 
 def committed() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(COMMITTED.read_text())
-    return found
+    figures: dict[str, Any] = json.loads(COMMITTED.read_text())
+    return figures
 
 
 def test_regressions_are_named() -> None:

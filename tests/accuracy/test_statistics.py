@@ -23,16 +23,16 @@ def test_errors_of_step_times_are_those_of_numpy() -> None:
         outcome(run(f"r{i}", measured__step_time_s=m), p, step_time_interval_s=(0.9 * p, 1.1 * p))
         for i, (p, m) in enumerate(zip(PREDICTED.tolist(), MEASURED.tolist(), strict=True))
     ]
-    found = step_time_figures(outcomes).to_json()
+    figures = step_time_figures(outcomes).to_json()
     errors = PREDICTED / MEASURED - 1
-    assert found["num"] == 5
-    assert found["mape"] == pytest.approx(np.abs(errors).mean())
-    assert found["median_ape"] == pytest.approx(0.1)
-    assert found["p90_ape"] == pytest.approx(np.quantile(np.abs(errors), 0.9))
-    assert found["max_ape"] == pytest.approx(1 / 3)
-    assert found["bias"] == pytest.approx(errors.mean())
-    assert found["interval_coverage"] == pytest.approx(3 / 5), "1 in 0.9..1.1, 2 in 1.98..2.42, 5.5 in 4.5..5.5"
-    assert found["median_interval_half_width"] == pytest.approx(0.1)
+    assert figures["num"] == 5
+    assert figures["mape"] == pytest.approx(np.abs(errors).mean())
+    assert figures["median_ape"] == pytest.approx(0.1)
+    assert figures["p90_ape"] == pytest.approx(np.quantile(np.abs(errors), 0.9))
+    assert figures["max_ape"] == pytest.approx(1 / 3)
+    assert figures["bias"] == pytest.approx(errors.mean())
+    assert figures["interval_coverage"] == pytest.approx(3 / 5), "1 in 0.9..1.1, 2 in 1.98..2.42, 5.5 in 4.5..5.5"
+    assert figures["median_interval_half_width"] == pytest.approx(0.1)
 
 
 def test_without_any_run_there_are_no_figures() -> None:
@@ -81,12 +81,16 @@ def test_memory_is_compared_with_the_figure_that_the_source_means() -> None:
     assert unstated.memory_errors == pytest.approx({"reserved": 12 / 12.5 - 1}), "the nearer one"
     assert (unstated.memory_kind, unstated.in_memory_interval("reserved")) == ("reserved", True)
     assert both.memory_errors == pytest.approx({"allocated": 0.25, "reserved": 0.0})
-    found = memory_figures([both, printed, device])
-    assert found["all"].errors.mape == pytest.approx((0.25 + (1 - 10 * 2**30 / 20e9) + 0.25) / 3), "each run once"
-    assert found["device"].errors.mape == pytest.approx(0.25)
-    assert found["reserved"].errors.num == 1
-    assert [found[kind].interval_coverage for kind in ("all", "reserved", "device")] == [pytest.approx(1 / 3), 1.0, 1.0]
-    assert found["all"].median_interval_half_width == pytest.approx(0.1)
+    figures = memory_figures([both, printed, device])
+    assert figures["all"].errors.mape == pytest.approx((0.25 + (1 - 10 * 2**30 / 20e9) + 0.25) / 3), "each run once"
+    assert figures["device"].errors.mape == pytest.approx(0.25)
+    assert figures["reserved"].errors.num == 1
+    assert [figures[kind].interval_coverage for kind in ("all", "reserved", "device")] == [
+        pytest.approx(1 / 3),
+        1.0,
+        1.0,
+    ]
+    assert figures["all"].median_interval_half_width == pytest.approx(0.1)
     assert both.in_memory_interval("allocated") is False
 
 
@@ -138,13 +142,16 @@ def test_choosing_looks_at_runs_that_differ_in_their_plan_only() -> None:
         timed("twice", 1.0, 1.0, model__seq_len=512),
         timed("twice again", 2.0, 0.5, model__seq_len=512),
     ]
-    found = choices(outcomes)
-    assert (found.num_groups, found.num_runs) == (1, 4)
-    assert found.median_regret == pytest.approx(0.1)
-    assert (found.num_best, [(each.chosen, each.best) for each in found.wrong]) == (0, [("a", "b")])
-    assert found.wrong[0].regret == pytest.approx(0.1)
-    assert found.num_pairs == 5
-    assert found.kendall_tau == pytest.approx((3 - 2) / 5)
+    choices_of_runs = choices(outcomes)
+    assert (choices_of_runs.num_groups, choices_of_runs.num_runs) == (1, 4)
+    assert choices_of_runs.median_regret == pytest.approx(0.1)
+    assert (choices_of_runs.num_best, [(choice.chosen, choice.best) for choice in choices_of_runs.wrong]) == (
+        0,
+        [("a", "b")],
+    )
+    assert choices_of_runs.wrong[0].regret == pytest.approx(0.1)
+    assert choices_of_runs.num_pairs == 5
+    assert choices_of_runs.kendall_tau == pytest.approx((3 - 2) / 5)
 
 
 def test_runs_of_a_fit_are_predicted_without_their_source_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,10 +159,10 @@ def test_runs_of_a_fit_are_predicted_without_their_source_too(monkeypatch: pytes
     known = {"a": LeftOut(1.1, 0.9, 1.2)}
     monkeypatch.setattr("simplan.accuracy.left_out._left_out", lambda: known)
     outcomes = [outcome(run("a", measured__step_time_s=0.022), 0.02), outcome(run("b"), 0.02)]
-    [found] = without_sources(outcomes)
-    assert found.error == pytest.approx(0.0)
-    assert found.predicted is not None
-    assert found.predicted.step_time_interval_s == pytest.approx((0.9 * 0.022, 1.2 * 0.022))
+    [left_out] = without_sources(outcomes)
+    assert left_out.error == pytest.approx(0.0)
+    assert left_out.predicted is not None
+    assert left_out.predicted.step_time_interval_s == pytest.approx((0.9 * 0.022, 1.2 * 0.022))
     left = Figures.of(outcomes).source_left_out
     assert left is not None
     assert (left.step_time.errors.num, left.step_time.interval_coverage) == (1, 1.0)

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from app import predictions
+from app.fitting import document_text
+from simplan.errors import SpecError
 from simplan.prediction import Prediction
+from simplan.scenario import parse_scenario
 from tests.search.jobs import SIZES
 
 TINY: Mapping[str, Any] = {
@@ -30,3 +33,11 @@ def text_of(name: str) -> str:
 
 def predicted(name: str) -> Prediction:
     return predictions.predicted(text_of(name), 0)
+
+
+def is_valid(document: Mapping[str, Any]) -> bool:
+    try:
+        parse_scenario(document_text(dict(document)))
+    except SpecError:
+        return False
+    return True

@@ -50,9 +50,9 @@ def test_captured_file_becomes_the_model_that_a_scenario_with_it_has(document: d
     assert first is not None
     assert second is not None
     assert first.graph is second.graph, "hashes are made once"
-    found = uploads.recognized(file.name, file.read_bytes(), {**SMALL, "plan": PLAN})
-    assert found.title == "captured model"
-    assert found.document == document
+    recognized = uploads.recognized(file.name, file.read_bytes(), {**SMALL, "plan": PLAN})
+    assert recognized.title == "captured model"
+    assert recognized.document == document
 
 
 def test_broken_captured_file_is_refused_with_its_key(file: Path) -> None:

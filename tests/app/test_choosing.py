@@ -26,6 +26,8 @@ from simplan.cluster.hardware import ClusterSpec
 from simplan.cluster.machine import THIS_MACHINE, num_cores
 from simplan.errors import SpecError
 from simplan.scenario import parse_scenario, scenario_from
+from tests.app.questions import is_valid
+from tests.support.problems import refuses
 
 Document = dict[str, Any]
 ONE: Document = {"model": {"preset": "gpt2-124m"}, "cluster": {"preset": "dgx-h100", "num_devices": 1}}
@@ -34,14 +36,6 @@ ONE |= {"training": {"global_batch_size": 144}, "plan": {}}
 
 def cluster_of(document: Document) -> ClusterSpec:
     return parse_scenario(document_text(mended(document)[0])).job.cluster
-
-
-def is_valid(document: Document) -> bool:
-    try:
-        parse_scenario(document_text(document))
-    except SpecError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize("name", catalog.names("devices"))
@@ -55,7 +49,7 @@ def test_cluster_of_a_device_is_that_of_the_command_line(name: str) -> None:
         is_open = number > 1 and catalog.device(name).intra_link is None
         assert open_links(changed) == (("intra_link",) if is_open else ())
         if is_open:
-            with pytest.raises(SpecError, match=r"cluster\.intra_link: is missing"):
+            with refuses("cluster.intra_link", rule="is missing"):
                 scenario_from("gpt2", overrides)
             changed, overrides["cluster.intra_link"] = with_link(changed, "PCIe 4", "intra_link"), "pcie4"
         assert cluster_of(changed) == scenario_from("gpt2", overrides).job.cluster
@@ -126,10 +120,10 @@ def test_numbers_are_written_as_they_were_changed(
     ],
 )
 def test_nodes_of_one_device_grow(key: str, value: int, spelled: Document) -> None:
-    one = {"cluster": {"device": "rtx-4090", "num_devices": 1}}
-    changed = with_size(one, value, key)
+    single = {"cluster": {"device": "rtx-4090", "num_devices": 1}}
+    changed = with_size(single, value, key)
     assert changed == {"cluster": {"device": "rtx-4090", **spelled}}
-    assert with_size(with_size(changed, 1, "num_nodes"), 1, "devices_per_node") == one
+    assert with_size(with_size(changed, 1, "num_nodes"), 1, "devices_per_node") == single
 
 
 @pytest.mark.parametrize("model", ["llama3-70b", "gpt2-1.5b"])
@@ -139,7 +133,7 @@ def test_nodes_of_one_device_grow(key: str, value: int, spelled: Document) -> No
 )
 def test_every_number_of_devices_has_a_plan_or_a_batch(model: str, kind: str, plan: Document) -> None:
     document, _ = with_kind({**USUAL, "model": {"preset": model}, "plan": plan}, kind)
-    for number in range(1, 65):
+    for number in (1, 2, 3, 5, 7, 8, 9, 12, 16, 24, 31, 32, 40, 48, 63, 64):
         changed, _ = mended(with_size(document, number, "num_devices"))
         assert cluster_size(changed).num_devices == number
         batches = fitting_batches(changed)

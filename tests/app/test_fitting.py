@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from app.figures.plans import importance_figure, search_plans, setting_effects
@@ -20,21 +18,12 @@ from app.fitting import (
 )
 from app.state import START, USUAL
 from simplan import catalog
-from simplan.errors import SpecError
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict import predict, predict_step
 from simplan.scenario import parse_scenario
 from simplan.search.fixes import fixes
 from tests.app.figures.drawn import checked
-from tests.app.questions import TINY
-
-
-def is_valid(document: dict[str, Any]) -> bool:
-    try:
-        parse_scenario(document_text(document))
-    except SpecError:
-        return False
-    return True
+from tests.app.questions import TINY, is_valid
 
 
 @pytest.mark.parametrize("key", ["tp", "cp", "pp", "dp_replicate", "ep"])
@@ -87,9 +76,9 @@ def test_an_applied_fix_is_the_job_that_was_predicted() -> None:
     document = changed(changed(USUAL, "tp", 1), "recompute", "none")
     prediction, _ = predict_step(parse_scenario(document_text(document)).job, name="x")
     assert prediction.fits is False
-    found = fixes(prediction)
-    assert found
-    for fix in found:
+    changes = fixes(prediction)
+    assert changes
+    for fix in changes:
         assert parse_scenario(document_text(applied(document, fix.changes))).job == fix.job
 
 
@@ -100,15 +89,15 @@ def test_no_fitting_point_of_importance_beats_the_search() -> None:
     asked = {key: value for key, value in document.items() if key != "plan"}
     best = search_plans(document_text(asked | {"search": {"top": 1}}), lambda _: None).ranked[0]
     effects = setting_effects(document_text(with_plan(document, best)), 0.95)
-    assert [one for one in effects if one.fits and one.step_time_s < best.step_time_s * (1 - 1e-9)] == []
-    assert any(one.fits and one.searched for one in effects)
+    assert [effect for effect in effects if effect.fits and effect.step_time_s < best.step_time_s * (1 - 1e-9)] == []
+    assert any(effect.fits and effect.searched for effect in effects)
 
 
 def test_best_plan_of_the_first_question_is_beaten_by_no_point_of_importance() -> None:
     """The form may choose every point."""
     effects = setting_effects(document_text(START), 0.95)
-    assert [(one.key, one.value) for one in effects if one.fits and one.step_time_change < 0] == []
-    assert any(one.fits for one in effects)
+    assert [(effect.key, effect.value) for effect in effects if effect.fits and effect.step_time_change < 0] == []
+    assert any(effect.fits for effect in effects)
 
 
 @pytest.mark.parametrize(("software", "offered"), [("torch", False), ("maxtext", True)])
@@ -122,18 +111,18 @@ def test_importance_is_the_change_that_predict_has() -> None:
     document = {**TINY, "plan": {"dp_shard": 4}}
     base = predict(parse_scenario(document_text(document)).job, name="x")
     effects = setting_effects(document_text(document), 1.0)
-    assert {"tp", "pp", "zero_stage", "recompute", "microbatch_size"} <= {one.key for one in effects}
-    for one in effects[:: max(1, len(effects) // 6)]:
-        prediction = predict(parse_scenario(document_text(changed(document, one.key, one.value))).job, name="x")
-        assert one.step_time_s == pytest.approx(prediction.step_time_s, rel=1e-4)
-        assert one.step_time_change == pytest.approx(prediction.step_time_s / base.step_time_s - 1, abs=1e-4)
-        assert (one.device_bytes, one.fits) == (prediction.worst_memory.device_bytes, prediction.fits)
+    assert {"tp", "pp", "zero_stage", "recompute", "microbatch_size"} <= {effect.key for effect in effects}
+    for effect in effects[:: max(1, len(effects) // 6)]:
+        prediction = predict(parse_scenario(document_text(changed(document, effect.key, effect.value))).job, name="x")
+        assert effect.step_time_s == pytest.approx(prediction.step_time_s, rel=1e-4)
+        assert effect.step_time_change == pytest.approx(prediction.step_time_s / base.step_time_s - 1, abs=1e-4)
+        assert (effect.device_bytes, effect.fits) == (prediction.worst_memory.device_bytes, prediction.fits)
     drawn = checked(importance_figure(effects))
     assert sum(len(trace.x) for trace in drawn.data) == len(effects)
-    most = max(effects, key=lambda one: abs(one.step_time_change))
+    most = max(effects, key=lambda effect: abs(effect.step_time_change))
     assert drawn.layout.yaxis.categoryarray[0] == most.key, "the most important setting is on top"
-    sizes, capacity = sorted(one.device_bytes for one in effects), base.capacity_bytes
+    sizes, capacity = sorted(effect.device_bytes for effect in effects), base.capacity_bytes
     assert capacity is not None
     limit = sizes[len(sizes) // 2]
-    for one in setting_effects(document_text(document), (limit + 0.5) / capacity):
-        assert one.fits is (one.device_bytes <= limit), "the limit of a search, not the whole device"
+    for effect in setting_effects(document_text(document), (limit + 0.5) / capacity):
+        assert effect.fits is (effect.device_bytes <= limit), "the limit of a search, not the whole device"

@@ -39,9 +39,9 @@ UNLIMITED = Limits(3600, 2**40, 3600)
 
 @pytest.fixture(scope="module")
 def jobs() -> Iterator[Jobs]:
-    found = Jobs(1, UNLIMITED)
-    yield found
-    found.close()
+    server_jobs = Jobs(1, UNLIMITED)
+    yield server_jobs
+    server_jobs.close()
 
 
 def searching(text: str) -> TaskRequest:
@@ -63,9 +63,9 @@ def has_ended(job: StartedJob) -> bool:
 
 @contextmanager
 def pool(max_running: int, limits: Limits, small_s: float | None = None) -> Iterator[Jobs]:
-    found = Jobs(max_running, limits, keep=True, small_s=small_s)
-    yield found
-    found.close()
+    server_jobs = Jobs(max_running, limits, keep=True, small_s=small_s)
+    yield server_jobs
+    server_jobs.close()
 
 
 def grow() -> None:

@@ -20,10 +20,10 @@ from tests.app.views.pages import assert_no_bug, opened
 
 @cache
 def plans_of(name: str, other: Any = None) -> dict[Any, ComparedPlan]:
-    one = LESSONS[name]
-    other = one.other.start if other is None else other
-    texts = [(str(value), document_text(one.scenario(value, other))) for value in one.axis.values]
-    return dict(zip(one.axis.values, compared_plans(texts), strict=True))
+    lesson = LESSONS[name]
+    other = lesson.other.start if other is None else other
+    texts = [(str(value), document_text(lesson.scenario(value, other))) for value in lesson.axis.values]
+    return dict(zip(lesson.axis.values, compared_plans(texts), strict=True))
 
 
 def held(plan: ComparedPlan, category: MemoryCategory) -> int:
@@ -36,22 +36,22 @@ def head(plan: ComparedPlan) -> Headline:
 
 
 def numbers(plan: ComparedPlan) -> SimpleNamespace:
-    found = numbers_of(plan)
-    assert found is not None, plan.refused
-    return found
+    of_plan = numbers_of(plan)
+    assert of_plan is not None, plan.refused
+    return of_plan
 
 
 @pytest.mark.parametrize("name", LESSONS)
 def test_every_plan_of_a_lesson_has_numbers(name: str) -> None:
-    one, plans = LESSONS[name], plans_of(name)
-    first = numbers(plans[one.axis.values[0]])
+    lesson, plans = LESSONS[name], plans_of(name)
+    first = numbers(plans[lesson.axis.values[0]])
     for plan in plans.values():
         assert not plan.refused
         assert sum(plan.split_s.values()) == pytest.approx(head(plan).step_time_s)
-        assert not any(" 0 B" in words for words in sentences_of(one, numbers(plan), first))
+        assert not any(" 0 B" in words for words in sentences_of(lesson, numbers(plan), first))
     step, memory = (checked(draw([*plans.values()], "x")) for draw in (step_stacks, memory_stacks))
     heights = [sum(trace.y[0] for trace in figure.data if trace.type == "bar") for figure in (step, memory)]
-    shown = head(plans[one.axis.values[0]])
+    shown = head(plans[lesson.axis.values[0]])
     unit_s = 1e-3 if "ms" in step.layout.yaxis.title.text else 1.0
     assert heights[0] * unit_s == pytest.approx(shown.step_time_s)
     assert heights[1] == pytest.approx(shown.memory.device_bytes / 2**30)
@@ -84,10 +84,10 @@ def test_zero_stages_shard_states_by_the_number_of_ranks() -> None:
 def test_bubble_of_the_pipeline_lesson_does_not_depend_on_microbatches() -> None:
     waits_s = [plan.split_s["wait"] for plan in plans_of("pp").values()]
     assert waits_s == pytest.approx([waits_s[0]] * 4, rel=0.01)
-    one, gpipe, zero_bubble = (plans_of("pp", name)[32] for name in ("1f1b", "gpipe", "zb-h1"))
-    assert gpipe.split_s["wait"] == pytest.approx(one.split_s["wait"], rel=0.1)
-    assert zero_bubble.split_s["wait"] < one.split_s["wait"] / 2
-    activations = [held(plan, MemoryCategory.ACTIVATIONS) for plan in (one, zero_bubble, gpipe)]
+    one_f_one_b, gpipe, zero_bubble = (plans_of("pp", name)[32] for name in ("1f1b", "gpipe", "zb-h1"))
+    assert gpipe.split_s["wait"] == pytest.approx(one_f_one_b.split_s["wait"], rel=0.1)
+    assert zero_bubble.split_s["wait"] < one_f_one_b.split_s["wait"] / 2
+    activations = [held(plan, MemoryCategory.ACTIVATIONS) for plan in (one_f_one_b, zero_bubble, gpipe)]
     assert activations == sorted(activations)
     peaks = {
         name: [rank.device_bytes for rank in predicted(document_text(LESSONS["pp"].scenario(32, name)), 0).memory]

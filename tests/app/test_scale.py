@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def data_of(name: str) -> dict:
-    found: dict = yaml.safe_load(text_of(name))
-    return found
+    data: dict = yaml.safe_load(text_of(name))
+    return data
 
 
 @pytest.mark.parametrize("axis", AXES)
@@ -44,7 +44,9 @@ def test_the_point_of_the_scenario_is_its_prediction(axis: str) -> None:
         assert here.summary.step_time_s == pytest.approx(prediction.step_time_s, rel=1e-2)
         assert here.summary.peak_bytes["device"] == prediction.worst_memory.device_bytes
     figures = scale_figures(scale_rows(points, 1e9, 2.0), AXES[axis].words(scenario), now, prediction.capacity_bytes)
-    curves = {name: [trace.mode for trace in checked(one).data].count("lines+markers") for name, one in figures.items()}
+    curves = {
+        name: [trace.mode for trace in checked(drawn).data].count("lines+markers") for name, drawn in figures.items()
+    }
     assert curves in ({"nothing": 0}, dict.fromkeys(("step time", "throughput", "memory", "cost"), 1))
 
 
@@ -54,15 +56,15 @@ def test_weak_scaling_keeps_what_each_device_does() -> None:
     scenario = parse_scenario(text)
     jobs = [point.job for point in sweep(text, "devices", True) if point.job is not None]
     assert len(jobs) > 2
-    each = scenario.job.training.global_batch_size / scenario.job.cluster.num_devices
-    assert {job.training.global_batch_size / job.cluster.num_devices for job in jobs} == {each}
+    per_device = scenario.job.training.global_batch_size / scenario.job.cluster.num_devices
+    assert {job.training.global_batch_size / job.cluster.num_devices for job in jobs} == {per_device}
 
 
 def test_a_slow_rank_costs_something_and_at_most_its_delay() -> None:
     ranks = slow_ranks(text_of("1f1b"), 0.2)
     scenario = parse_scenario(text_of("1f1b"))
-    assert sorted(rank for one in ranks for rank in one.ranks) == list(range(scenario.job.cluster.num_devices))
-    assert all(0 < one.relative_change <= 0.2 + 1e-9 for one in ranks)
+    assert sorted(rank for delay in ranks for rank in delay.ranks) == list(range(scenario.job.cluster.num_devices))
+    assert all(0 < delay.relative_change <= 0.2 + 1e-9 for delay in ranks)
     assert len(checked(slow_figure(ranks, 0.2)).data[0].x) == len(ranks)
 
 

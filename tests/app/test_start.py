@@ -21,9 +21,9 @@ def job_of(document: dict[str, object]) -> Job:
 
 @pytest.mark.slow
 def test_session_starts_within_a_percent_of_the_best_plan_of_its_job() -> None:
-    found = search(job_of(START), {"top": 1}, explain=False)
-    assert found.best is not None
-    assert predict(job_of(START)).step_time_s < 1.01 * found.best.step_time_s
+    result = search(job_of(START), {"top": 1}, explain=False)
+    assert result.best is not None
+    assert predict(job_of(START)).step_time_s < 1.01 * result.best.step_time_s
 
 
 def test_first_page_says_what_its_plan_is_better_than() -> None:

@@ -230,8 +230,8 @@ def test_a_configuration_takes_from_the_session_what_it_does_not_say() -> None:
     assert (job.plan.tp, job.plan.dp_shard, job.training.global_batch_size) == (2, 8, 16)
     assert notes[0] == "from the scenario in the sidebar: cluster.preset, cluster.num_nodes"
     assert "tensor_parallel_degree = 2 (line 8)" in text
-    own = yaml.safe_dump(SMALL)
-    assert uploads.as_scenario("own.yaml", own.encode(), current) == (own, ())
+    whole = yaml.safe_dump(SMALL)
+    assert uploads.as_scenario("own.yaml", whole.encode(), current) == (whole, ())
     with pytest.raises(SpecError, match="tensor_parallel_degree"):
         uploads.as_scenario("train.toml", TORCHTITAN.replace("degree = 2", "degree = 3").encode(), current)
 
@@ -293,14 +293,14 @@ def test_pasted_text_of_every_reader_is_recognized(framework: str, tmp_path: Pat
     """By content alone, and read to a valid scenario with the values of the session for what it does not say."""
     texts = {"megatron": MEGATRON, "torchtitan-toml": TORCHTITAN, "torchtitan": SCRIPT, "torchtune": TORCHTUNE}
     texts |= {name: written(cases(name)[0], tmp_path).read_text() for name in FROM_FILES}
-    assert {*texts} >= {name for name, each in formats().items() if each.read is not None} - {"chakra"}
-    found = uploads.recognized("", texts[framework].encode(), USUAL)
-    assert found.configuration is not None
-    assert found.configuration.format.partition("-")[0] == framework.partition("-")[0]
-    assert found.document is not None
-    assert parse_scenario(document_text(found.document)).job.cluster.id == "dgx-h100"
-    assert any(note.startswith("read from pasted") for note in found.notes)
-    assert pickle.loads(pickle.dumps(found)) == found, "it comes from a worker"
+    assert {*texts} >= {name for name, file_format in formats().items() if file_format.read is not None} - {"chakra"}
+    recognized = uploads.recognized("", texts[framework].encode(), USUAL)
+    assert recognized.configuration is not None
+    assert recognized.configuration.format.partition("-")[0] == framework.partition("-")[0]
+    assert recognized.document is not None
+    assert parse_scenario(document_text(recognized.document)).job.cluster.id == "dgx-h100"
+    assert any(note.startswith("read from pasted") for note in recognized.notes)
+    assert pickle.loads(pickle.dumps(recognized)) == recognized, "it comes from a worker"
 
 
 def test_pasted_script_is_the_job_of_the_command_line(tmp_path: Path) -> None:
@@ -364,19 +364,19 @@ LOG = "\n".join([f"+ {MEGATRON}", *(LINE.format(step, time) for step, time in ((
 )
 def test_pasted_measurement_leads_to_validate(text: str, file: str) -> None:
     """Also a log that begins with the command of its run, which is a launch script by itself."""
-    found = uploads.recognized("", text.encode(), USUAL)
-    assert found.document is None
-    measured = uploads.measured_of(found.file, text.encode())
+    recognized = uploads.recognized("", text.encode(), USUAL)
+    assert recognized.document is None
+    measured = uploads.measured_of(recognized.file, text.encode())
     assert measured == uploads.measured_of(file, text.encode())
     assert isinstance(measured, LoggedRun)
     assert measured.has_time
 
 
 def test_part_of_a_scenario_keeps_the_rest_of_the_session() -> None:
-    found = uploads.recognized("", b"training: {global_batch_size: 256}", USUAL)
-    assert found.document is not None
-    assert found.document == {**USUAL, "training": {"global_batch_size": 256}, "plan": found.document["plan"]}
-    assert found.notes[0] == "from the scenario in the sidebar: model, cluster, software, plan"
+    recognized = uploads.recognized("", b"training: {global_batch_size: 256}", USUAL)
+    assert recognized.document is not None
+    assert recognized.document == {**USUAL, "training": {"global_batch_size": 256}, "plan": recognized.document["plan"]}
+    assert recognized.notes[0] == "from the scenario in the sidebar: model, cluster, software, plan"
 
 
 @given(st.one_of(st.text(max_size=200), st.sampled_from([MEGATRON, TORCHTITAN, SCRIPT]).flatmap(cut)))
@@ -403,7 +403,9 @@ def test_pasted_script_is_answered_on_the_page() -> None:
     faster = page.button(key="faster 0").click().run()
     assert_no_bug(faster)
     after = page.session_state["simplan document"]
-    shorter, longer = (summarize_step(parse_scenario(document_text(one)).job).step_time_s for one in (after, before))
+    shorter, longer = (
+        summarize_step(parse_scenario(document_text(document)).job).step_time_s for document in (after, before)
+    )
     assert shorter < longer
 
 

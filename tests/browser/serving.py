@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.hosts import free_port
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PATIENCE_S = 180.0
 """For what takes a second or two; only a failing test, or a loaded machine, takes so long."""
@@ -91,14 +93,6 @@ def wait_for(port: int, lives: Callable[[], bool] = lambda: True) -> None:
         assert lives(), "the server has ended"
         assert time.monotonic() < deadline_s, "the server does not answer"
         time.sleep(0.1)
-
-
-def free_port() -> int:
-    """A port that nothing uses."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _answers(port: int) -> bool:

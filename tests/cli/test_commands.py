@@ -88,6 +88,8 @@ def test_saved_results_are_reported_and_others_name_the_command(
     assert simplan("report", *saved, "-o", page).returncode == 0
     assert {"Comparison", "Difference", "Search"} <= {*re.findall(r"<h2>(\w+):? ", page.read_text())}
     refused(simplan("report", other), "`simplan predict ", "other.yaml -o other.json; simplan report other.json`")
+    refused(simplan("report", saved[0], "-o", "r.pdf"), "--output", "r.html")
+    refused(simplan("report", saved[0], "-o", saved[0]), "--output")
 
 
 def test_plans_with_other_batches_are_compared_per_sequence(simplan: Simplan, tmp_path: Path) -> None:
@@ -164,7 +166,9 @@ def test_commands_after_a_plan_that_does_not_fit_work_as_pasted(
     assert [command[0] for command in commands] == ["predict", "search", "explain", "trace"]
     assert "/how-to/troubleshooting/" in result.stdout.partition("\n\nNext")[0].splitlines()[-1]
     done = [simplan(*command, *SMALL_SPACE.get(command[0], ())) for command in commands]
-    assert [each.returncode for each in done] == [0, 0, 0, 0], [each.stderr for each in done]
+    assert [result_of_command.returncode for result_of_command in done] == [0, 0, 0, 0], [
+        result_of_command.stderr for result_of_command in done
+    ]
     assert "does not fit" not in done[0].stdout.splitlines()[0]
 
 
@@ -176,7 +180,9 @@ def test_commands_after_a_plan_that_fits_work_as_pasted(
         commands = commands_after(simplan("predict", *arguments).stdout)
         assert [command[0] for command in commands] == ["explain", "search", "trace"]
         done = [simplan(*command) for command in commands]
-        assert [each.returncode for each in done] == [0, 0, 0], [each.stderr for each in done]
+        assert [result_of_command.returncode for result_of_command in done] == [0, 0, 0], [
+            result_of_command.stderr for result_of_command in done
+        ]
     assert commands[1] == ["search", "gpt2-124m", "--num-devices", "2", "--global-batch-size", "64"]
 
 
@@ -573,9 +579,9 @@ def test_compare_with_what_a_log_says(simplan: Simplan, scenario: Path, tmp_path
     predicted, log = tmp_path / "predicted.json", tmp_path / "log.yaml"
     assert simplan("predict", scenario, "-o", predicted).returncode == 0
     log.write_text("step_times_s: [0.2, 0.2, 0.2]\npeak_device_gib: [1.5, 1.25]\n")
-    found = json.loads(simplan("compare", predicted, log, "--json").stdout)
-    assert found["kind"] == "logged_comparison"
-    assert [row["measured"] for row in found["rows"]] == [0.2, 1.5]
+    document = json.loads(simplan("compare", predicted, log, "--json").stdout)
+    assert document["kind"] == "logged_comparison"
+    assert [row["measured"] for row in document["rows"]] == [0.2, 1.5]
     assert "no term's uncertainty explains the difference of -" in simplan("compare", predicted, log).stdout
     plotted = simplan("compare", predicted, log, "--plot", tmp_path / "steps.svg")
     refused(plotted, "--plot: draws a timeline, and a log has none")
@@ -584,14 +590,3 @@ def test_compare_with_what_a_log_says(simplan: Simplan, scenario: Path, tmp_path
     log.write_text("step_times_s: [0.2]\npeak_device_gib: [1, 2, 3]\n")
     said = f"error: {log}: peak_device_gib: has 3 numbers, and the predicted job has 2 ranks"
     refused(simplan("compare", predicted, log), said)
-
-
-def test_a_report_is_written_from_saved_results(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
-    assert simplan("predict", scenario, "-o", "p.json").returncode == 0
-    done = simplan("report", "p.json", "-o", "r.html")
-    assert (done.returncode, done.stdout) == (0, "")
-    assert "wrote r.html" in done.stderr
-    assert "Prediction: small" in (tmp_path / "r.html").read_text()
-    refused(simplan("report", scenario, "-o", "r.html"), "JSON")
-    refused(simplan("report", "p.json", "-o", "r.pdf"), "--output", "r.html")
-    refused(simplan("report", "p.json", "-o", "p.json"), "--output")

@@ -54,7 +54,7 @@ def test_a_signal_to_the_command_ends_the_server(number: signal.Signals, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("given", "host", "runs"),
+    ("options", "host", "runs"),
     [
         ([], "localhost", "1"),
         (["--host", "127.0.0.1"], "127.0.0.1", "1"),
@@ -63,7 +63,7 @@ def test_a_signal_to_the_command_ends_the_server(number: signal.Signals, tmp_pat
     ],
 )
 def test_others_are_let_in_only_if_asked_and_start_nothing_then(
-    given: list[str], host: str, runs: str, monkeypatch: pytest.MonkeyPatch
+    options: list[str], host: str, runs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the server is started with: unless told otherwise it serves this machine only."""
     started: list[tuple[list[str], dict[str, str]]] = []
@@ -82,7 +82,7 @@ def test_others_are_let_in_only_if_asked_and_start_nothing_then(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    result = CliRunner().invoke(app, ["dashboard", "--no-browser", "--port", str(port), *given])
+    result = CliRunner().invoke(app, ["dashboard", "--no-browser", "--port", str(port), *options])
     assert result.exit_code == 0, result.output
     [(command, environment)] = started
     assert command[command.index("--host") + 1] == host

@@ -104,14 +104,14 @@ def test_a_bad_scenario_and_an_unused_calibration_are_refused(simplan: Simplan, 
 @pytest.mark.slow
 def test_a_terminal_without_more_than_ascii_gets_the_same_picture(scenario: Path, environment: dict[str, str]) -> None:
     command = [sys.executable, "-m", "simplan", "draw", str(scenario), "--width", "100"]
-    found = [
+    drawings = [
         subprocess.run(command, capture_output=True, text=True, env=environment | more, check=True).stdout
         for more in ({"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "utf-8"})
     ]
-    assert found[0].isascii()
-    assert not found[1].isascii()
-    assert "?" not in found[0]
-    assert [len(line) for line in found[0].splitlines()] == [len(line) for line in found[1].splitlines()]
+    assert drawings[0].isascii()
+    assert not drawings[1].isascii()
+    assert "?" not in drawings[0]
+    assert [len(line) for line in drawings[0].splitlines()] == [len(line) for line in drawings[1].splitlines()]
 
 
 def test_network_is_drawn_in_place_of_the_step(simplan: Simplan, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_interrupting_a_run_leaves_nothing_behind(
 
 def left_behind(folder: Path) -> list[str]:
     """Command lines of processes that name the folder."""
-    found = []
+    names = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
@@ -114,5 +114,5 @@ def left_behind(folder: Path) -> list[str]:
             except OSError:
                 continue
             if str(folder) in line:
-                found.append(line)
-    return found
+                names.append(line)
+    return names

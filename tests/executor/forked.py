@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ import executor.run
 from executor.launch.launcher import Agent, Logs, RankLaunch, rank_environment
 from executor.launch.replicas import ReplicaAgent
 from tests.forking import ForkServer
+from tests.hosts import free_port
 
 POLL_S = 0.01
 
@@ -33,14 +33,6 @@ POLL_S = 0.01
 def server() -> ForkServer:
     """The one of this process."""
     return ForkServer("tests.executor.fork_server", rank_environment())
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class ForkingAgent(Agent):

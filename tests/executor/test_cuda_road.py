@@ -88,7 +88,7 @@ def test_keys_are_repeated_where_no_fused_attention_takes_groups(
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Calls of torch.cuda in order; the n-th event of a test happens at second n."""
-    found: list[str] = []
+    names: list[str] = []
 
     class Event:
         def __init__(self, *, enable_timing: bool) -> None:
@@ -97,33 +97,33 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             self.number = len(events) - 1
 
         def record(self) -> None:
-            found.append(f"event {self.number}")
+            names.append(f"event {self.number}")
 
         def elapsed_time(self, other: Any) -> float:
             return 1000.0 * float(other.number - self.number)
 
     events: list[Event] = []
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: found.append("synchronize"))
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: found.append("sleep"))
-    return found
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: names.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: names.append("sleep"))
+    return names
 
 
 def test_nothing_waits_between_collectives_and_the_products_beside_them(calls: list[str]) -> None:
     """Else the products would begin when the collectives are done, and nothing be slowed down."""
     watch = Stopwatch(torch.device("cuda"))
-    found = watch.beside(lambda: calls.append("begin"), lambda: calls.append("run"), lambda: calls.append("wait"))
+    seconds = watch.beside(lambda: calls.append("begin"), lambda: calls.append("run"), lambda: calls.append("wait"))
     middle = ["event 0", "begin", "run", "event 1", "wait", "event 2"]
     assert calls == ["synchronize", *middle, "synchronize"]
-    assert found == (1.0, 2.0)
+    assert seconds == (1.0, 2.0)
 
 
 def test_layers_in_a_row_are_timed_without_waiting_for_any(calls: list[str]) -> None:
     """The host runs ahead of a device that is kept busy first, so that launching does not count."""
-    found = Stopwatch(torch.device("cuda")).each(partial(calls.append, name) for name in ("first", "second"))
+    seconds = Stopwatch(torch.device("cuda")).each(partial(calls.append, name) for name in ("first", "second"))
     middle = ["event 0", "first", "event 1", "second", "event 2"]
     assert calls == ["synchronize", "sleep", *middle, "synchronize"]
-    assert found == [1.0, 1.0]
+    assert seconds == [1.0, 1.0]
 
 
 def test_kernels_are_timed_with_the_host_ahead_and_launches_with_the_host(calls: list[str]) -> None:
@@ -137,17 +137,17 @@ def test_kernels_are_timed_with_the_host_ahead_and_launches_with_the_host(calls:
 
 def test_a_rehearsed_rank_has_the_mesh_of_its_device(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """With one of the CPU, FSDP moves the weights of a rank of a GPU there."""
-    found: list[str] = []
+    devices: list[str] = []
 
     def noted(*args: Any, device_type: str, alone: bool) -> None:
-        found.append(device_type)
+        devices.append(device_type)
         raise InterruptedError
 
     monkeypatch.setattr(ParallelDims, "of", noted)
     monkeypatch.setattr(executor.dry_run.rehearse, "use_device", lambda device, num_ranks: torch.device("cuda", 0))
     with pytest.raises(InterruptedError):
         rehearse(make_job(dp=2), 0, fake=False)
-    assert found == ["cuda"]
+    assert devices == ["cuda"]
 
 
 @pytest.mark.parametrize(("is_known", "wanted"), [(True, 700), (False, 900)])

@@ -46,7 +46,7 @@ def test_bars_of_memory_sum_to_the_device_bytes_of_each_plan(job: Job) -> None:
     assert chart.limit == (job.cluster.device.memory_bytes, "device memory")
     svg = bars_svg(chart)
     assert {format_bytes(size) for size in needed} <= set(texts(svg))
-    parts = [each for each in ElementTree.fromstring(svg).iter() if each.get("class") == "part"]
+    parts = [element for element in ElementTree.fromstring(svg).iter() if element.get("class") == "part"]
     assert len(parts) == sum(size > 0 for bar in chart.bars for size in bar.parts.values())
 
 
@@ -59,13 +59,13 @@ def test_bars_of_a_step_sum_to_the_step_time(job: Job) -> None:
 
 def test_a_map_has_the_mfu_of_each_plan_that_fits(job: Job) -> None:
     """A plan that cannot be has words, as one that does not fit."""
-    found = mfu_map(job, rows=(1, 2), columns=(1, 3))
+    degrees = mfu_map(job, rows=(1, 2), columns=(1, 3))
     whole = predict(job.with_changes(tp=1, pp=2, dp_shard=8))
-    assert found.cells[2, 1].fraction == whole.mfu
-    assert found.cells[1, 3].words == "not valid"
+    assert degrees.cells[2, 1].fraction == whole.mfu
+    assert degrees.cells[1, 3].words == "not valid"
     large = mfu_map(job.with_changes(global_batch_size=4096, microbatch_size=256), rows=(1,), columns=(1,))
     assert large.cells[1, 1].words == "no memory"
-    assert {format_percent(whole.mfu or 0), "not valid", "pp 2", "tp 3"} <= set(texts(degree_map_svg(found)))
+    assert {format_percent(whole.mfu or 0), "not valid", "pp 2", "tp 3"} <= set(texts(degree_map_svg(degrees)))
 
 
 def test_a_curve_over_bandwidth_has_the_step_of_each_cluster(job: Job) -> None:
@@ -74,7 +74,12 @@ def test_a_curve_over_bandwidth_has_the_step_of_each_cluster(job: Job) -> None:
     slow = job.cluster.inter_link.model_copy(update={"bytes_per_s": job.cluster.inter_link.bytes_per_s / 10})
     changed = job.with_changes({"cluster.inter_link": slow} | PLANS["HSDP"])
     assert chart.curves[1].points[0][1] == pytest.approx(predict(changed).step_time_s, rel=1e-3)
-    assert len([each for each in ElementTree.fromstring(curves_svg(chart)).iter() if each.get("class") == "curve"]) == 2
+    assert (
+        len(
+            [element for element in ElementTree.fromstring(curves_svg(chart)).iter() if element.get("class") == "curve"]
+        )
+        == 2
+    )
 
 
 def test_cost_is_device_hours_times_the_price(job: Job) -> None:

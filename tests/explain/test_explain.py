@@ -103,10 +103,10 @@ def _check_rows(prediction: Prediction, simulated: Simulated) -> None:
 
 def test_differences_sum_to_the_difference(explained: dict[str, Explanation]) -> None:
     first, second = explained["ddp"], explained["fsdp"]
-    found = difference(first, second)
-    assert sum(row.difference for row in found.time) == pytest.approx(second.step_time_s - first.step_time_s)
-    assert sum(row.difference for row in found.memory) == pytest.approx(second.device_bytes - first.device_bytes)
-    assert any(row.group == "recompute" and row.first == 0.0 for row in found.time)
+    of_both = difference(first, second)
+    assert sum(row.difference for row in of_both.time) == pytest.approx(second.step_time_s - first.step_time_s)
+    assert sum(row.difference for row in of_both.memory) == pytest.approx(second.device_bytes - first.device_bytes)
+    assert any(row.group == "recompute" and row.first == 0.0 for row in of_both.time)
     assert all(row.difference == 0 for row in difference(first, first).time)
 
 
@@ -129,8 +129,8 @@ def test_categories_are_the_splits_and_name_the_main_reason(explained: dict[str,
     """FSDP recomputes all blocks here; DDP recomputes nothing."""
     first, second = explained["ddp"], explained["fsdp"]
     splits = [predicted(PLANS[name])[0].splits[explained[name].rank] for name in ("ddp", "fsdp")]
-    found = difference(first, second)
-    assert [row.name for row in found.categories] == [
+    of_both = difference(first, second)
+    assert [row.name for row in of_both.categories] == [
         "compute",
         "recompute",
         "exposed communication",
@@ -138,12 +138,12 @@ def test_categories_are_the_splits_and_name_the_main_reason(explained: dict[str,
         "host",
         "optimizer",
     ]
-    for row in found.categories:
+    for row in of_both.categories:
         field = f"{row.name.replace(' ', '_')}_s"
         assert row.first == pytest.approx(getattr(splits[0], field), rel=1e-9, abs=1e-9)
         assert row.second == pytest.approx(getattr(splits[1], field), rel=1e-9, abs=1e-9)
-    assert sum(row.difference for row in found.categories) == pytest.approx(second.step_time_s - first.step_time_s)
-    reason = found.main_category
+    assert sum(row.difference for row in of_both.categories) == pytest.approx(second.step_time_s - first.step_time_s)
+    reason = of_both.main_category
     assert reason is not None
     assert reason.name == "recompute"
     back = difference(second, first).main_category
@@ -151,14 +151,14 @@ def test_categories_are_the_splits_and_name_the_main_reason(explained: dict[str,
     assert back.name == "recompute"
     assert back.difference == pytest.approx(-reason.difference)
     assert difference(first, first).main_category is None
-    document = found.to_json()
-    assert [row["name"] for row in document["categories"]] == [row.name for row in found.categories]
+    document = of_both.to_json()
+    assert [row["name"] for row in document["categories"]] == [row.name for row in of_both.categories]
     assert document["main_category"] == "recompute"
 
 
 def test_a_difference_begins_with_its_main_reason(explained: dict[str, Explanation]) -> None:
-    found = difference(explained["ddp"], explained["fsdp"])
-    head, summary, *_ = difference_text(found).split("\n\n")
+    of_both = difference(explained["ddp"], explained["fsdp"])
+    head, summary, *_ = difference_text(of_both).split("\n\n")
     assert head.splitlines()[1].startswith("The second step is longer mainly because of recompute: +")
     assert "(largest term: block recompute: norm1 to gelu, +" in head
     rows = {line[: line.index("  ", 2)].strip() for line in summary.splitlines()[1:]}
@@ -177,8 +177,8 @@ def test_texts_name_every_part(explained: dict[str, Explanation]) -> None:
 
 def test_exposure_is_shared_by_what_moves_at_once() -> None:
     """Computing from 2 to 5; one communication from 0 to 4, another from 1 to 7."""
-    found = exposed_s(np.array([[2.0], [5.0]]), np.array([[0.0, 1.0], [4.0, 7.0]]), np.array([0, 1]), 2)
-    assert found.tolist() == [1.0 + 0.5, 0.5 + 2.0]
+    seconds = exposed_s(np.array([[2.0], [5.0]]), np.array([[0.0, 1.0], [4.0, 7.0]]), np.array([0, 1]), 2)
+    assert seconds.tolist() == [1.0 + 0.5, 0.5 + 2.0]
 
 
 def test_microbatches_in_flight_are_named_at_the_peak() -> None:
@@ -200,11 +200,11 @@ def test_collectives_over_other_groups_are_one_row(explained: dict[str, Explanat
         )
         return replace(explained["ddp"], time=terms, step_time_s=seconds + 0.1)
 
-    found = difference(with_gathers(4, 4.4), with_gathers(8, 10.3))
-    assert [row.name for row in found.time] == [
+    of_both = difference(with_gathers(4, 4.4), with_gathers(8, 10.3))
+    assert [row.name for row in of_both.time] == [
         "all_gather (tensor_parallel)",
         "all_reduce over 2 ranks (data_parallel)",
     ]
-    assert found.time[0].difference == pytest.approx(5.9)
-    assert (found.time[0].first_formula, found.time[0].second_formula) == ("of 4", "of 8")
-    assert "(largest term: all_gather (tensor_parallel), +5.900 s)" in difference_text(found)
+    assert of_both.time[0].difference == pytest.approx(5.9)
+    assert (of_both.time[0].first_formula, of_both.time[0].second_formula) == ("of 4", "of 8")
+    assert "(largest term: all_gather (tensor_parallel), +5.900 s)" in difference_text(of_both)

@@ -60,7 +60,7 @@ def test_advice_is_what_a_prediction_of_the_change_says() -> None:
     mixed = tuple(8 * node + local for node in (0, 2, 1, 3) for local in range(8))
     job = job_on(LEAVES, {"dp_shard": 32, "placement": mixed})
     prediction = predict(job)
-    advice = {each.words: each for each in network_advice(prediction)}
+    advice = {sentence.words: sentence for sentence in network_advice(prediction)}
     changes: dict[str, dict[str, Any]] = {
         "oversubscription 1 removes contention": {"cluster.topology": LEAVES.with_changes(oversubscription=1.0)},
         "give ranks to nodes in the order node0, node1, node2, node3": {"plan.placement": None},
@@ -70,8 +70,8 @@ def test_advice_is_what_a_prediction_of_the_change_says() -> None:
         changed = predict(job.with_changes(change))
         assert advice[words].step_time_s == pytest.approx(changed.step_time_s, rel=1e-9), words
         assert advice[words].saving == pytest.approx(1 - changed.step_time_s / prediction.step_time_s)
-    assert [each.saving for each in network_advice(prediction)] == sorted(
-        (each.saving for each in advice.values()), reverse=True
+    assert [sentence.saving for sentence in network_advice(prediction)] == sorted(
+        (sentence.saving for sentence in advice.values()), reverse=True
     )
     text = explanation_text(explain(prediction))
     assert "each of these changes was tried" in text
@@ -83,7 +83,7 @@ def test_advice_on_a_graph_names_its_cables() -> None:
     links = [{"between": [f"node{node}", f"leaf{node // 2}"], "gbit": 3200.0} for node in range(4)]
     links += [{"between": [f"leaf{leaf}", "spine"], "gbit": 400.0} for leaf in (0, 1)]
     graph = Graph.model_validate({"kind": "graph", "links": links}, strict=False)
-    words = [each.words for each in network_advice(predict(job_on(graph)))]
+    words = [sentence.words for sentence in network_advice(predict(job_on(graph)))]
     assert "8 times the bandwidth of 2 cables, such as leaf0 - spine, removes contention" in words
 
 

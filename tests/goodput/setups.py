@@ -112,8 +112,8 @@ def changed_fields(setup: RunSetup) -> set[str]:
     """Fields of a setup, its causes and its sizes that are not at their defaults, or have none."""
     parts: tuple[RunSetup | CauseSetup | Size, ...] = (setup, *setup.causes, *setup.sizes)
     return {
-        f"{type(part).__name__}.{each.name}"
+        f"{type(part).__name__}.{field_of_part.name}"
         for part in parts
-        for each in fields(part)
-        if getattr(part, each.name) != each.default
+        for field_of_part in fields(part)
+        if getattr(part, field_of_part.name) != field_of_part.default
     }

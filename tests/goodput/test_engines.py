@@ -61,7 +61,11 @@ def test_engines_agree_on_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
         assert compiled.waterfall_s.sum(axis=1) == pytest.approx(compiled.time_s, rel=1e-9)
 
     agree()
-    of_all = {f"{kind.__name__}.{each.name}" for kind in (RunSetup, CauseSetup, Size) for each in fields(kind)}
+    of_all = {
+        f"{kind.__name__}.{field_of_setup.name}"
+        for kind in (RunSetup, CauseSetup, Size)
+        for field_of_setup in fields(kind)
+    }
     assert of_all == seen
 
 
@@ -79,8 +83,8 @@ def test_compiled_streams_are_those_of_numpy() -> None:
 def test_equal_seeds_give_equal_bytes() -> None:
     setup = checkpointed(200, causes=(failures(50.0),), restart_s=2.0)
     runs, more = simulate(setup, num_runs=300, seed=3), simulate(setup, num_runs=600, seed=3, jobs=2)
-    for each in fields(Runs):
-        assert getattr(more, each.name)[:300].tobytes() == getattr(runs, each.name).tobytes()
+    for field_of_runs in fields(Runs):
+        assert getattr(more, field_of_runs.name)[:300].tobytes() == getattr(runs, field_of_runs.name).tobytes()
     assert simulate(setup, num_runs=300, seed=4).time_s.tobytes() != runs.time_s.tobytes()
 
 

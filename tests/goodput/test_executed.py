@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from simplan.errors import SpecError
 from simplan.goodput.executed import (
     RecoveryTimes,
     causes_like,
@@ -19,6 +18,7 @@ from simplan.goodput.executed import (
 )
 from simplan.goodput.setup import CauseSetup, RunSetup, Size
 from simplan.runs.faults import Fault, MeasuredStop, RunTimes
+from tests.support.problems import refuses
 
 RANK = CauseSetup(name="rank", units_per_node=0, mtbf_s=40.0, num_nodes=0)
 NODE = CauseSetup(name="node", units_per_node=1, mtbf_s=200.0, num_nodes=1, repair_s=30.0)
@@ -57,11 +57,11 @@ def test_a_node_alone_has_ranks_to_lose() -> None:
 
 
 def test_a_scale_divides_all_times_but_steps() -> None:
-    found = scaled(setup(NODE, notice_s=60.0, spot_wait_s=100.0, preemption_mtbf_s=500.0), 10.0)
-    assert (found.step_s, found.restart_s, found.blocking_s, found.notice_s) == (0.2, 1.0, 0.05, 6.0)
-    assert (found.causes[0].mtbf_s, found.causes[0].repair_s) == (20.0, 3.0)
-    assert found.takeover_s == found.corruption_mtbf_s == float("inf")
-    spot = with_preemptions(found)
+    faster = scaled(setup(NODE, notice_s=60.0, spot_wait_s=100.0, preemption_mtbf_s=500.0), 10.0)
+    assert (faster.step_s, faster.restart_s, faster.blocking_s, faster.notice_s) == (0.2, 1.0, 0.05, 6.0)
+    assert (faster.causes[0].mtbf_s, faster.causes[0].repair_s) == (20.0, 3.0)
+    assert faster.takeover_s == faster.corruption_mtbf_s == float("inf")
+    spot = with_preemptions(faster)
     assert (spot.causes[1].mtbf_s, spot.causes[1].repair_s, spot.causes[1].planned) == (50.0, 10.0, True)
     assert spot.preemption_mtbf_s == float("inf")
 
@@ -89,11 +89,11 @@ def test_times_of_an_earlier_run_replace_those_of_the_setup() -> None:
     recovery = RecoveryTimes.of(times(lost, joined), 60.0, returns_after_s=40.0)
     assert recovery.return_s == pytest.approx(63.0 - 33.0 - 40.0), "it joins before its repair is over in the numbers"
     shrinking = setup(replace(NODE, repair_s=40.0), sizes=(Size(num_nodes=3, step_s=1), Size(num_nodes=2, step_s=2)))
-    found = with_recovery(replace(shrinking, policy="shrink", timeout_s=20.0), recovery)
-    assert [size.step_s for size in found.sizes] == [0.3, 2]
-    assert found.causes[0].repair_s == pytest.approx(30.0)
-    assert (found.detection_s, found.timeout_s, found.diagnosis_s) == (1.0, 20.0, 2.0)
-    assert (found.restart_s, found.blocking_s) == (10.0, 0.4)
+    recovered = with_recovery(replace(shrinking, policy="shrink", timeout_s=20.0), recovery)
+    assert [size.step_s for size in recovered.sizes] == [0.3, 2]
+    assert recovered.causes[0].repair_s == pytest.approx(30.0)
+    assert (recovered.detection_s, recovered.timeout_s, recovered.diagnosis_s) == (1.0, 20.0, 2.0)
+    assert (recovered.restart_s, recovered.blocking_s) == (10.0, 0.4)
 
 
 def test_a_hang_takes_the_timeout_of_the_run_that_is_predicted() -> None:
@@ -107,15 +107,15 @@ def test_a_hang_takes_the_timeout_of_the_run_that_is_predicted() -> None:
     [(times(), "restart"), (times(stop("nodes")), "restart"), (times(stop(), checkpoint_s=None), "checkpoint")],
 )
 def test_a_run_without_a_restart_or_checkpoint_says_nothing(without: RunTimes, lacks: str) -> None:
-    with pytest.raises(SpecError, match=rf"^--recovery: is the measurement of a run without a {lacks}"):
+    with refuses("--recovery", rule=f"without a {lacks}"):
         RecoveryTimes.of(without, 60.0)
 
 
 def test_expected_goodput_is_that_of_simulated_runs() -> None:
-    found = expected_run(setup(RANK), seed=1, num_runs=50)
-    low, middle, high = found.goodput
+    expected = expected_run(setup(RANK), seed=1, num_runs=50)
+    low, middle, high = expected.goodput
     assert 0 < low < middle < high < 1
-    assert sum(found.waterfall_s.values()) == pytest.approx(found.time_s)
-    assert found.waterfall_s["compute"] == pytest.approx(200.0)
+    assert sum(expected.waterfall_s.values()) == pytest.approx(expected.time_s)
+    assert expected.waterfall_s["compute"] == pytest.approx(200.0)
     certain = expected_run(setup(), seed=1, num_runs=3)
     assert certain.goodput == pytest.approx((200 / 210,) * 3), "200 s of steps, 20 checkpoints of 0.5 s"

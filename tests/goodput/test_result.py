@@ -43,25 +43,25 @@ def result(setup: RunSetup, num_runs: int = 40, **fields: object) -> GoodputResu
 
 
 def test_without_failures_all_times_are_steps_evaluations_and_checkpoints() -> None:
-    found = result(SETUP, 5).to_json()
+    document = result(SETUP, 5).to_json()
     exact_s = pytest.approx(1000 * 7.3 + 10 * 11.0 + 16 * 13.0, rel=1e-12)
-    time = found["time_to_finish_s"]
+    time = document["time_to_finish_s"]
     assert time == {"mean": exact_s, "p10": exact_s, "p50": exact_s, "p90": exact_s, "standard_error": 0.0}
-    assert found["undisturbed_s"] == exact_s
-    assert found["goodput"] == pytest.approx(7300 / 7618)
-    assert found["num_interruptions"]["mean"] == 0
-    assert (found["best_interval_s"], found["cost"], found["energy_kwh"]) == (None, None, None)
+    assert document["undisturbed_s"] == exact_s
+    assert document["goodput"] == pytest.approx(7300 / 7618)
+    assert document["num_interruptions"]["mean"] == 0
+    assert (document["best_interval_s"], document["cost"], document["energy_kwh"]) == (None, None, None)
 
 
 def test_parts_of_the_time_sum_to_its_mean() -> None:
-    found = result(FAILING).to_json()
-    assert found["num_interruptions"]["mean"] > 1
-    assert found["waterfall_s"].keys() == set(WATERFALL)
-    assert math.fsum(found["waterfall_s"].values()) == pytest.approx(found["time_to_finish_s"]["mean"], rel=1e-14)
-    assert found["waterfall_s"]["compute"] == pytest.approx(7300)
-    assert found["goodput"] == pytest.approx(7300 / found["time_to_finish_s"]["mean"])
-    low, high = found["goodput_quantiles"]["p10"], found["goodput_quantiles"]["p90"]
-    assert low == pytest.approx(7300 / found["time_to_finish_s"]["p90"], rel=0.01)
+    document = result(FAILING).to_json()
+    assert document["num_interruptions"]["mean"] > 1
+    assert document["waterfall_s"].keys() == set(WATERFALL)
+    assert math.fsum(document["waterfall_s"].values()) == pytest.approx(document["time_to_finish_s"]["mean"], rel=1e-14)
+    assert document["waterfall_s"]["compute"] == pytest.approx(7300)
+    assert document["goodput"] == pytest.approx(7300 / document["time_to_finish_s"]["mean"])
+    low, high = document["goodput_quantiles"]["p10"], document["goodput_quantiles"]["p90"]
+    assert low == pytest.approx(7300 / document["time_to_finish_s"]["p90"], rel=0.01)
     assert low < high
 
 
@@ -85,8 +85,8 @@ def test_hours_money_and_energy_are_those_of_the_uses_of_nodes() -> None:
 
 def test_uncertain_step_time_widens_the_time_by_its_interval() -> None:
     """Without failures, steps alone vary: the 10 % and 90 % quantiles of a lognormal with that 90 % interval."""
-    found = result(SETUP, 4000)
-    both = found.to_json()["time_to_finish_with_step_interval_s"]
+    answer = result(SETUP, 4000)
+    both = answer.to_json()["time_to_finish_with_step_interval_s"]
     pauses_s = 10 * 11.0 + 16 * 13.0
     sigma = math.log(8 / 7) / (2 * 1.6448536)
     for key, normal in (("p10", -1.2815516), ("p50", 0.0), ("p90", 1.2815516)):
@@ -96,11 +96,11 @@ def test_uncertain_step_time_widens_the_time_by_its_interval() -> None:
 
 def test_interruptions_are_told_by_cause() -> None:
     rare = CauseSetup(name="rare", units_per_node=0, mtbf_s=20_000.0, num_nodes=0)
-    found = result(replace(FAILING, causes=(rare, *FAILING.causes)))
-    by_cause = found.interruptions_by_cause
+    answer = result(replace(FAILING, causes=(rare, *FAILING.causes)))
+    by_cause = answer.interruptions_by_cause
     assert list(by_cause) == ["node", "rare"]
-    assert sum(by_cause.values()) == pytest.approx(found.to_json()["num_interruptions"]["mean"])
-    table = found.to_dataframe()
+    assert sum(by_cause.values()) == pytest.approx(answer.to_json()["num_interruptions"]["mean"])
+    table = answer.to_dataframe()
     assert len(table) == 40
     assert table["num_rare"].mean() == pytest.approx(by_cause["rare"])
     parts = [f"{part}_s" for part in WATERFALL]

@@ -52,16 +52,16 @@ def test_timeline_has_the_times_of_the_waterfall(monkeypatch: pytest.MonkeyPatch
 
 
 def test_rows_of_a_drawing_show_every_stop_and_what_is_done() -> None:
-    found = result(FAILING, 20)
-    timeline = run_timeline(found)
-    assert timeline.time_s == sorted(found.runs.time_s)[10]
-    lines = whole_run_text(found, timeline, 80).splitlines()
+    answer = result(FAILING, 20)
+    timeline = run_timeline(answer)
+    assert timeline.time_s == sorted(answer.runs.time_s)[10]
+    lines = whole_run_text(answer, timeline, 80).splitlines()
     rows = [line.split("│") for line in lines if re.match(r"(minute|hour|day) +\d+ +│", line)]
     assert {len("│".join(row)) for row in rows} == {80}
     figures = [row[2].split() for row in rows]  # stops if any, percent done, %
     assert sum(int(each[0]) for each in figures if len(each) == 3) == len(timeline.stops) > 0
     assert all({*"xdwr"} & {*row[1]} for row, each in zip(rows, figures, strict=True) if len(each) == 3)
     assert figures[-1][-2:] == ["100.0", "%"]
-    svg = ElementTree.fromstring(whole_run_svg(found.to_json(), timeline))
+    svg = ElementTree.fromstring(whole_run_svg(answer.to_json(), timeline))
     assert len(svg.findall("{*}g[@class='row']")) == len(rows)
     assert len(svg.findall("{*}path[@class='ink']")) == len(timeline.stops)

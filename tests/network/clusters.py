@@ -6,7 +6,7 @@ import math
 
 from simplan import catalog
 from simplan.cluster.hardware import ClusterSpec, DeviceSpec, LinkSpec
-from simplan.cluster.topology import LeafSpine, Rail, Torus
+from simplan.cluster.topology import LeafSpine, Rail, Topology, Torus
 from simplan.model.layer import CollectiveKind
 
 GB = 10**9
@@ -54,3 +54,8 @@ def torus(preset: str, shape: tuple[int, ...], num_slices: int = 1) -> ClusterSp
 def group(num_nodes: int, num_local: int) -> tuple[int, ...]:
     """Equally many ranks on each node."""
     return tuple(NUM_LOCAL * node + place for node in range(num_nodes) for place in range(num_local))
+
+
+def dgx_nodes(topology: Topology, num_nodes: int = 4) -> ClusterSpec:
+    """Nodes of eight H100s on a topology."""
+    return catalog.cluster("dgx-h100", 8 * num_nodes).model_copy(update={"topology": topology})

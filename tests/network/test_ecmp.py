@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from simplan import catalog
-from simplan.cluster.hardware import ClusterSpec
-from simplan.cluster.topology import Graph, LeafSpine, Topology, topology_problems
+from simplan.cluster.topology import Graph, LeafSpine, topology_problems
 from simplan.cost.communication.collectives import algorithm_of
 from simplan.model.layer import CollectiveKind
 from simplan.network.build import fabric_of
@@ -23,14 +21,11 @@ from simplan.report.text import prediction_text
 from simplan.search import search
 from simplan.search.space import SearchSpace
 from tests.jobs import job_of
+from tests.network.clusters import dgx_nodes
 from tests.support.problems import is_of
 from tests.support.slow import slow_except
 
 SEEDS = 40
-
-
-def cluster_with(topology: Topology, num_nodes: int) -> ClusterSpec:
-    return catalog.cluster("dgx-h100", 8 * num_nodes).model_copy(update={"topology": topology})
 
 
 def busiest_uplink(num_nodes: int, nodes_per_leaf: int, spines: int, connections: int, seed: int) -> float:
@@ -43,7 +38,7 @@ def busiest_uplink(num_nodes: int, nodes_per_leaf: int, spines: int, connections
         connections=connections,
         seed=seed,
     )
-    cluster = cluster_with(topology, num_nodes)
+    cluster = dgx_nodes(topology, num_nodes)
     fabric, communication = (
         fabric_of(cluster),
         Communication(CollectiveKind.ALL_REDUCE, 2**30, tuple(range(8 * num_nodes))),
@@ -85,8 +80,8 @@ def test_the_fullest_uplink_is_that_of_balls_in_bins(
 
 def test_connections_by_default_are_the_channels_of_nccl() -> None:
     topology = LeafSpine(kind="leaf_spine", nodes_per_leaf=1, spines=8, routing="ecmp")
-    assert fabric_of(cluster_with(topology, 4)).num_connections == 2
-    assert fabric_of(cluster_with(topology.with_changes(routing="adaptive", spines=None), 4)).num_connections == 1
+    assert fabric_of(dgx_nodes(topology, 4)).num_connections == 2
+    assert fabric_of(dgx_nodes(topology.with_changes(routing="adaptive", spines=None), 4)).num_connections == 1
 
 
 def star(*cables: tuple[str, str, float], **fields: Any) -> Graph:
@@ -96,14 +91,14 @@ def star(*cables: tuple[str, str, float], **fields: Any) -> Graph:
 
 def test_parallel_cables_are_links_of_their_own() -> None:
     cables = (("node0", "s0", 1600.0), ("node0", "s0", 800.0), ("node1", "s0", 3200.0))
-    hashed, divided = (fabric_of(cluster_with(star(*cables, routing=each), 2)) for each in ("ecmp", "adaptive"))
+    hashed, divided = (fabric_of(dgx_nodes(star(*cables, routing=each), 2)) for each in ("ecmp", "adaptive"))
     first, second = (hashed.link_named(name) for name in ("node0 -> s0", "node0 -> s0 #2"))
     assert [hashed.links[link].bytes_per_s for link in (first, second)] == [2e11, 1e11]
     shares = {path[1]: share for path, share in divided.routes(0, 8)}
     assert shares == {first: pytest.approx(2 / 3), second: pytest.approx(1 / 3)}  # by bandwidth
     taken = {path[1] for device in range(8) for path, _ in hashed.routes(device, 8 + device)}
     assert taken == {first, second}
-    many = fabric_of(cluster_with(star(*cables, connections=1000), 2))
+    many = fabric_of(dgx_nodes(star(*cables, connections=1000), 2))
     assert {path[1]: share for path, share in many.routes(0, 8)} == {
         first: pytest.approx(0.5, abs=0.1),
         second: pytest.approx(0.5, abs=0.1),
@@ -128,15 +123,15 @@ def test_connections_and_seeds_that_cannot_be(fields: dict[str, Any], said: str)
 
 def test_a_hash_setting_without_a_hash_is_refused() -> None:
     topology = LeafSpine(kind="leaf_spine", nodes_per_leaf=2, connections=4)
-    [problem] = topology_problems(cluster_with(topology, 4))
+    [problem] = topology_problems(dgx_nodes(topology, 4))
     assert is_of(problem, "cluster.topology.connections", "4", rule="adaptive routing has none", fix="routing: ecmp")
 
 
 def test_a_prediction_says_the_range_over_seeds_and_a_search_does_not() -> None:
     topology = LeafSpine(kind="leaf_spine", nodes_per_leaf=1, spines=8, routing="ecmp", connections=1, num_seeds=3)
-    job = replace(job_of("gpt2-1.5b", {"dp_shard": 32}, global_batch_size=32), cluster=cluster_with(topology, 4))
+    job = replace(job_of("gpt2-1.5b", {"dp_shard": 32}, global_batch_size=32), cluster=dgx_nodes(topology, 4))
     single = [
-        replace(job, cluster=cluster_with(topology.model_copy(update={"seed": seed, "num_seeds": 1}), 4))
+        replace(job, cluster=dgx_nodes(topology.model_copy(update={"seed": seed, "num_seeds": 1}), 4))
         for seed in range(3)
     ]
     steps_s = [predict(each).step_time_s for each in single]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from simplan import catalog
 from simplan.cluster.hardware import ClusterSpec
-from simplan.cluster.topology import Graph, LeafSpine, Topology
+from simplan.cluster.topology import Graph, LeafSpine
 from simplan.cost.communication.collectives import algorithm_of
 from simplan.explain.rank_order import faster_order
 from simplan.model.layer import CollectiveKind
@@ -29,13 +29,10 @@ from simplan.program.program import Communication
 from simplan.search import search
 from simplan.search.space import SearchSpace
 from tests.jobs import job_of
+from tests.network.clusters import dgx_nodes
 
 LEAVES = LeafSpine(kind="leaf_spine", nodes_per_leaf=2, oversubscription=16)
 ORDERS = [*permutations(range(4))]
-
-
-def cluster_with(topology: Topology, num_nodes: int = 4) -> ClusterSpec:
-    return catalog.cluster("dgx-h100", 8 * num_nodes).model_copy(update={"topology": topology})
 
 
 def cabled(leaf_of: Sequence[int]) -> Graph:
@@ -64,23 +61,23 @@ def test_a_ring_leaves_its_leaf_as_often_as_ranks_do(order: tuple[int, ...]) -> 
     """A walk along the ranks: each hop between nodes has 31/32 of the buffer, over all network cards."""
     hops = Counter((order[at] // 2, order[(at + 1) % 4] // 2) for at in range(4))
     expected = Fraction(31, 32) * hops[0, 1]
-    found = uplink_bytes(cluster_with(LEAVES), placed(order), CollectiveKind.ALL_GATHER, "ring")
+    found = uplink_bytes(dgx_nodes(LEAVES), placed(order), CollectiveKind.ALL_GATHER, "ring")
     assert found == pytest.approx(float(expected), rel=1e-12)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "tree"])
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_ranks_in_another_order_are_cables_in_another_order(order: tuple[int, ...], algorithm: str) -> None:
-    by_rank = uplink_bytes(cluster_with(LEAVES), placed(order), CollectiveKind.ALL_REDUCE, algorithm)
+    by_rank = uplink_bytes(dgx_nodes(LEAVES), placed(order), CollectiveKind.ALL_REDUCE, algorithm)
     by_cable = uplink_bytes(
-        cluster_with(cabled([node // 2 for node in order])), placed(range(4)), CollectiveKind.ALL_REDUCE, algorithm
+        dgx_nodes(cabled([node // 2 for node in order])), placed(range(4)), CollectiveKind.ALL_REDUCE, algorithm
     )
     assert by_rank == pytest.approx(by_cable, rel=1e-12)
 
 
 def test_a_broadcast_keeps_the_order_of_ranks_from_its_root_on() -> None:
     """The root lists itself first; the ring goes on with the rank after it, and not with the lowest one."""
-    cluster = cluster_with(LEAVES)
+    cluster = dgx_nodes(LEAVES)
     fabric, ranks = fabric_of(cluster), (16, *(rank for rank in range(32) if rank != 16))
     communication = Communication(CollectiveKind.BROADCAST, 1, ranks)
     way = algorithm_of(communication, cluster)
@@ -98,16 +95,16 @@ def test_a_broadcast_keeps_the_order_of_ranks_from_its_root_on() -> None:
 @settings(max_examples=25, deadline=None)
 def test_order_of_the_network_has_the_nodes_of_a_leaf_together(leaves: list[int]) -> None:
     graph = cabled([leaf // 4 for leaf in leaves])
-    order = nodes_by_network(cluster_with(graph, 8))
+    order = nodes_by_network(dgx_nodes(graph, 8))
     assert sorted(order) == list(range(8))
     crossings = sum(leaves[a] // 4 != leaves[b] // 4 for a, b in zip(order, (*order[1:], order[0]), strict=True))
     assert crossings == 2
-    assert nodes_by_network(cluster_with(LEAVES, 8)) == tuple(range(8))
+    assert nodes_by_network(dgx_nodes(LEAVES, 8)) == tuple(range(8))
 
 
 def test_prediction_search_and_warning_see_the_order() -> None:
     """The same network cabled in another way, and ranks that follow the cables."""
-    straight, mixed = (cluster_with(cabled(leaves)) for leaves in ((0, 0, 1, 1), (0, 1, 0, 1)))
+    straight, mixed = (dgx_nodes(cabled(leaves)) for leaves in ((0, 0, 1, 1), (0, 1, 0, 1)))
     model = catalog.model("llama3-8b").with_changes(seq_len=512)
     job = job_of(model, {"dp_shard": 32, "recompute": "full"}, global_batch_size=32, precision="bf16")
     best, bad = (predict(replace(job, cluster=cluster)) for cluster in (straight, mixed))
@@ -119,7 +116,7 @@ def test_prediction_search_and_warning_see_the_order() -> None:
     assert found.hostfile == ("node0 slots=8", "node2 slots=8", "node1 slots=8", "node3 slots=8")
     assert found.step_time_s == pytest.approx(best.step_time_s, rel=1e-9)
     shuffled = job.with_plan(ParallelPlan(dp_shard=32, recompute="full", placement=placed((0, 2, 1, 3))))
-    assert predict(replace(shuffled, cluster=cluster_with(LEAVES))).step_time_s == pytest.approx(bad.step_time_s)
+    assert predict(replace(shuffled, cluster=dgx_nodes(LEAVES))).step_time_s == pytest.approx(bad.step_time_s)
     orders: tuple[tuple[PlacedAxis, ...] | tuple[int, ...], ...] = (("tp", "dp", "pp"), devices_by_network(mixed))
     space = SearchSpace(
         tp=(1,), pp=(1,), dp_replicate=(1,), zero_stage=(3,), microbatch_size=(1,), recompute=("full",),

@@ -22,6 +22,7 @@ from simplan.prediction import Prediction
 from simplan.program.program import Communication, MemoryCategory, Stream
 from simplan.units import GIB
 from tests.jobs import Plan, job_of, tiny_model
+from tests.support.slow import slow_except
 
 GPT2 = catalog.model("gpt2-124m")
 
@@ -263,8 +264,8 @@ def test_torch_and_torchtitan_differ_by_the_trainer() -> None:
     assert (mine.fits, mine.memory[0].short_bytes) == (theirs.fits, theirs.memory[0].short_bytes)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("cluster", ["dgx-h100", "dgx-b200"])
+@pytest.mark.parametrize("compiled", slow_except([True], [False, True]))
+@pytest.mark.parametrize("cluster", slow_except(["dgx-h100"], ["dgx-h100", "dgx-b200"]))
 @pytest.mark.parametrize(
     ("model", "seq_len", "plan"),
     [

@@ -10,9 +10,9 @@ def channels(colour: str) -> list[float]:
     return [float(int(colour[i : i + 2], 16)) for i in (1, 3, 5)]
 
 
-def contrast(one: Sequence[float], other: Sequence[float]) -> float:
+def contrast(first: Sequence[float], second: Sequence[float]) -> float:
     """Contrast ratio, from 1 to 21."""
-    low, high = sorted((_luminance(one), _luminance(other)))
+    low, high = sorted((_luminance(first), _luminance(second)))
     return (high + 0.05) / (low + 0.05)
 
 

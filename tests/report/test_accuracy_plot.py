@@ -62,10 +62,10 @@ def test_panels_reach_as_far_as_nearly_all_errors() -> None:
 
 
 def test_marks_are_at_the_logarithms() -> None:
-    found = marks(plot_of(of("a", 1.0, 1.0), of("b", 8.0, 8.0), of("c", 2.0, 2.6), of("d", 2.0, 2 / 1.3)))
-    assert {mark.tag for mark in found.values()} == {f"{SVG}circle"}
-    x = {name: number(mark, "cx") for name, mark in found.items()}
-    y = {name: number(mark, "cy") for name, mark in found.items()}
+    drawn = marks(plot_of(of("a", 1.0, 1.0), of("b", 8.0, 8.0), of("c", 2.0, 2.6), of("d", 2.0, 2 / 1.3)))
+    assert {mark.tag for mark in drawn.values()} == {f"{SVG}circle"}
+    x = {name: number(mark, "cx") for name, mark in drawn.items()}
+    y = {name: number(mark, "cy") for name, mark in drawn.items()}
     assert x["c"] == x["d"] == pytest.approx(x["a"] + (x["b"] - x["a"]) / 3, abs=0.2), "2 is the third root of 8"
     assert y["a"] == y["b"] == pytest.approx((y["c"] + y["d"]) / 2, abs=0.2)
     assert y["c"] < y["a"], "too long is up"
@@ -88,11 +88,11 @@ def test_hollow_is_outside_of_the_interval_and_a_triangle_beyond_the_panel() -> 
     inside, outside = {"step_time_interval_s": (0.9, 1.2)}, {"step_time_interval_s": (0.5, 0.6)}
     near = [of(f"n{i}", 1.0, 1.1, **inside) for i in range(40)]
     plot = plot_of(*near, of("out", 1.0, 1.05, **outside), of("far", 1.0, 50.0, **inside), of("none", 1.0, 1.0))
-    found = marks(plot)
-    assert found["out"].get("fill") == "none"
-    assert found["out"].get("stroke") == found["n0"].get("fill") == found["none"].get("fill") == COLOURS[0]
-    assert found["far"].tag == f"{SVG}path"
-    assert found["far"].findtext(f"{SVG}title") == "far: predicted 50.000 s, measured 1.000 s (+4900.0 %)"
+    drawn = marks(plot)
+    assert drawn["out"].get("fill") == "none"
+    assert drawn["out"].get("stroke") == drawn["n0"].get("fill") == drawn["none"].get("fill") == COLOURS[0]
+    assert drawn["far"].tag == f"{SVG}path"
+    assert drawn["far"].findtext(f"{SVG}title") == "far: predicted 50.000 s, measured 1.000 s (+4900.0 %)"
     words = "".join(ElementTree.fromstring(accuracy_svg(plot)).itertext())
     assert "beyond the panel" in words
     assert "beyond the panel" not in "".join(ElementTree.fromstring(accuracy_svg(plot_of(*near))).itertext())
@@ -129,10 +129,10 @@ def test_files_are_apart_from_white_and_from_black_paper(paper: str) -> None:
 @pytest.mark.parametrize("first_s", [1e-4, 0.03, 0.7, 1.0, 3.3, 99.0])
 def test_there_is_a_round_time_on_every_axis(first_s: float) -> None:
     for factor in (4.0, 30.0, 1e5):
-        found = time_ticks(first_s, first_s * factor)
-        assert found
-        assert all(first_s <= time_s <= first_s * factor for time_s in found)
-        assert all(math.log10(time_s / power) == pytest.approx(0) for time_s in found for power in [_rounded(time_s)])
+        times_s = time_ticks(first_s, first_s * factor)
+        assert times_s
+        assert all(first_s <= time_s <= first_s * factor for time_s in times_s)
+        assert all(math.log10(time_s / power) == pytest.approx(0) for time_s in times_s for power in [_rounded(time_s)])
     [point] = plot_of(of("alone", first_s, 1.0)).points
     first, last = plot_of(of("alone", first_s, 1.0)).times_s
     assert first < point.measured_s < last

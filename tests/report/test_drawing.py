@@ -19,8 +19,9 @@ from simplan.program.schedules import SCHEDULES, PipelineShape, StageTimes
 from simplan.program.schedules.shape import action_ends_s
 from simplan.program.timeline import Span, SpanKind, Timeline
 from simplan.report.drawings.drawing import Box, DrawnRank, PipelineDrawing, draw_pipeline, draw_timeline, ticks
-from simplan.report.drawings.drawing_svg import drawing_svg, fill_of, ink_on, schedules_svg
+from simplan.report.drawings.drawing_svg import drawing_svg, fill_of, schedules_svg
 from simplan.report.drawings.drawing_text import drawing_text
+from simplan.report.drawings.svg import ink_on
 from simplan.report.text import verdict
 from simplan.units import format_percent
 from tests.jobs import job_of
@@ -78,13 +79,13 @@ def test_1f1b_starts_as_on_paper(p: int, m: int) -> None:
     f, b = 1.0, 2.0
     drawing = draw_timeline("x", timeline_of("1f1b", p, m, StageTimes.equal(p, f, b / 2, b / 2)), range(p))
     for s, row in enumerate(drawing.rows):
-        found = starts(row)
+        starts_s = starts(row)
         for k in range(m):
-            assert found[f"{s}B{k}"] == pytest.approx(p * f + k * (f + b) + (p - 1 - s) * b)
+            assert starts_s[f"{s}B{k}"] == pytest.approx(p * f + k * (f + b) + (p - 1 - s) * b)
             if k < p - s:
-                assert found[f"{s}F{k}"] == pytest.approx((s + k) * f)
+                assert starts_s[f"{s}F{k}"] == pytest.approx((s + k) * f)
             else:
-                assert found[f"{s}F{k}"] == pytest.approx(found[f"{s}B{k - (p - s)}"] + b)
+                assert starts_s[f"{s}F{k}"] == pytest.approx(starts_s[f"{s}B{k - (p - s)}"] + b)
         assert row.idle_fraction == pytest.approx((p - 1) / (m + p - 1))
 
 
@@ -235,9 +236,9 @@ def test_recomputation_shows_as_its_share() -> None:
     ],
 )
 def test_ticks_are_round(step_time_s: float, most: int, labels: list[str]) -> None:
-    found = ticks(step_time_s, most)
-    assert [tick.label for tick in found] == labels
-    assert all(tick.time_s <= step_time_s * (1 + 1e-9) for tick in found)
+    drawn = ticks(step_time_s, most)
+    assert [tick.label for tick in drawn] == labels
+    assert all(tick.time_s <= step_time_s * (1 + 1e-9) for tick in drawn)
 
 
 @pytest.mark.parametrize(("schedule", "virtual_stages"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zb-h1", 1)])

@@ -157,9 +157,9 @@ def test_required_keys_are_marked_and_others_have_their_default() -> None:
 def test_required_keys_suffice(family: str) -> None:
     """And each of them is missing if it is left out."""
     sizes = {"depths": (2, 2), "image_size": 32, "patch_size": 16, "num_attention_heads": 2, "top_k": 2}
-    given = {name: sizes.get(name, 64) for name in ModelSpec.required_fields(family)}
-    ModelSpec.model_validate({"family": family, **given})
-    for name in given:
+    fields = {name: sizes.get(name, 64) for name in ModelSpec.required_fields(family)}
+    ModelSpec.model_validate({"family": family, **fields})
+    for name in fields:
         with pytest.raises(ValidationError, match=name):
-            ModelSpec.model_validate({"family": family, **{key: given[key] for key in given if key != name}})
+            ModelSpec.model_validate({"family": family, **{key: fields[key] for key in fields if key != name}})
         assert MODEL[name]["default"].partition("required")[1]

@@ -33,14 +33,14 @@ def documents() -> dict[str, dict[str, Any]]:
 def test_order_of_other_devices_is_certain_only_if_intervals_are_apart(documents: dict[str, dict[str, Any]]) -> None:
     compared = compared_predictions(documents.values())
     first, *others = compared["predictions"]
-    assert first["step_time_s"] == min(each["step_time_s"] for each in documents.values())
+    assert first["step_time_s"] == min(predicted["step_time_s"] for predicted in documents.values())
     text = predictions_text(compared)
     lines = {line.split()[0]: line for line in text.splitlines()[1:5]}
     assert "overlap" not in lines[first["name"]]
-    for each in others:
-        apart = each["step_time_interval_s"][0] > first["step_time_interval_s"][1]
-        assert ("no overlap" in lines[each["name"]]) == apart
-        assert "overlap" in lines[each["name"]]
+    for predicted in others:
+        apart = predicted["step_time_interval_s"][0] > first["step_time_interval_s"][1]
+        assert ("no overlap" in lines[predicted["name"]]) == apart
+        assert "overlap" in lines[predicted["name"]]
     assert "Devices differ: " in text
     assert "No published run on other was seen, so the interval of gaudi3 is wide." in text
     assert "may be faster" in text
@@ -52,6 +52,6 @@ def test_rows_are_in_the_order_of_their_throughput(documents: dict[str, dict[str
     assert smaller["step_time_s"] < documents["h100"]["step_time_s"]
     assert smaller["tokens_per_s_per_device"] < documents["h100"]["tokens_per_s_per_device"]
     compared = compared_predictions([smaller, *documents.values()])
-    rates = [each["tokens_per_s_per_device"] for each in compared["predictions"]]
+    rates = [prediction["tokens_per_s_per_device"] for prediction in compared["predictions"]]
     assert rates == sorted(rates, reverse=True)
     assert "Batches differ: 32 sequences (" in " ".join(compared["notes"])

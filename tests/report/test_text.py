@@ -95,8 +95,8 @@ def test_a_large_numerator_is_no_power_of_ten(prediction: Prediction) -> None:
 
 
 def test_a_zero_stage_with_one_shard_says_that_it_shards_nothing() -> None:
-    found = assumptions(plan={"pp": 8, "zero_stage": 3})
-    assert found[0] == "zero_stage = 3 shards nothing, as dp_shard = 1"
+    sentences = assumptions(plan={"pp": 8, "zero_stage": 3})
+    assert sentences[0] == "zero_stage = 3 shards nothing, as dp_shard = 1"
     assert "shards nothing" not in " ".join(assumptions(plan={"dp_shard": 8}))
 
 
@@ -104,8 +104,8 @@ def test_sequences_longer_than_the_model_takes_are_noted() -> None:
     model = catalog.model("llama3-8b").model_copy(update={"num_hidden_layers": 2, "max_position_embeddings": 4096})
     said = []
     for update in ({"seq_len": 4096}, {"seq_len": 8192}, {"seq_len": 8192, "document_lengths": (4096, 4096)}):
-        found = assumptions(model.model_copy(update=update), {"dp_replicate": 8})
-        said.append(any("a sequence of 8,192 tokens is longer than the model takes" in text for text in found))
+        sentences = assumptions(model.model_copy(update=update), {"dp_replicate": 8})
+        said.append(any("a sequence of 8,192 tokens is longer than the model takes" in text for text in sentences))
     assert said == [False, True, False]
 
 
@@ -113,16 +113,16 @@ def test_options_without_effect_are_noted() -> None:
     bridge = catalog.software("megatron-bridge").model_copy(update={"expert_dispatch": "deepep"})
     small = catalog.model("mixtral-8x7b").model_copy(update={"num_hidden_layers": 2})
     plan = {"dp_shard": 8, "zero_stage": 1}
-    found = [assumptions(small, {**plan, "ep": ep}, software=bridge) for ep in (1, 8)]
+    sentences = [assumptions(small, {**plan, "ep": ep}, software=bridge) for ep in (1, 8)]
     note = "every rank has all experts, as ep = 1: no effect of software.expert_dispatch"
-    assert note in found[0]
-    assert note not in found[1]
+    assert note in sentences[0]
+    assert note not in sentences[1]
 
 
 def test_warnings_of_sources_on_a_device_are_noted() -> None:
     cluster = catalog.cluster("dgx-h100").model_copy(update={"device": catalog.device("h20-sxm-96gb")})
-    found = assumptions(plan={"dp_replicate": 8}, cluster=cluster)
-    assert any(text.startswith("h20-sxm-96gb: rates of kernels are those fitted on H100") for text in found)
+    sentences = assumptions(plan={"dp_replicate": 8}, cluster=cluster)
+    assert any(text.startswith("h20-sxm-96gb: rates of kernels are those fitted on H100") for text in sentences)
 
 
 def test_whole_gradients_under_fsdp_are_noted() -> None:
@@ -166,8 +166,8 @@ def test_large_communication_buffers_are_explained() -> None:
 @pytest.mark.parametrize("software", ["torch", "megatron-core"])
 def test_fp16_says_what_of_the_loss_scaler_is_missing(software: str) -> None:
     for precision in ("fp16", "bf16"):
-        found = assumptions(plan={"dp_replicate": 8}, software=software, precision=precision)
-        assert any("of the loss scaler" in text for text in found) == (precision == "fp16")
+        sentences = assumptions(plan={"dp_replicate": 8}, software=software, precision=precision)
+        assert any("of the loss scaler" in text for text in sentences) == (precision == "fp16")
 
 
 def test_ranks_that_read_the_same_share_a_line(prediction: Prediction) -> None:

@@ -28,8 +28,8 @@ def every_plan(job: Job, space: SearchSpace) -> tuple[Row, ...]:
 @cache
 def _numbers(job: Job) -> tuple[int, float]:
     """Bytes and seconds by ``predict``; spaces overlap, and their jobs differ in the memory of devices."""
-    one = predict(job)
-    return max(rank.device_bytes for rank in one.memory), rounded(one.step_time_s)
+    prediction = predict(job)
+    return max(rank.device_bytes for rank in prediction.memory), rounded(prediction.step_time_s)
 
 
 def shown(ascending: list[Row], *, alone: bool = False) -> list[tuple[ParallelPlan, int, float, int]]:
@@ -39,14 +39,14 @@ def shown(ascending: list[Row], *, alone: bool = False) -> list[tuple[ParallelPl
         ascending: Plans, the best first.
         alone: Only plans that are equal in all are as good.
     """
-    left, found = list(ascending), []
+    left, groups = list(ascending), []
     while left:
         first = left[0]
-        group = [one for one in left if _likeness(one[0]) == _likeness(first[0]) and _as_good(one, first, alone=alone)]
-        left = [one for one in left if one not in group]
+        group = [row for row in left if _likeness(row[0]) == _likeness(first[0]) and _as_good(row, first, alone=alone)]
+        left = [row for row in left if row not in group]
         plan, size, seconds = min(group, key=lambda n: (n[0].virtual_stages, n[0].recompute != "none", n[1], n[2]))
-        found.append((plan, size, seconds, len(group) - 1))
-    return sorted(found, key=lambda n: (n[1], n[2]) if alone else (n[2], n[1]))
+        groups.append((plan, size, seconds, len(group) - 1))
+    return sorted(groups, key=lambda n: (n[1], n[2]) if alone else (n[2], n[1]))
 
 
 def front(rows: list[Row]) -> set[tuple[int, float]]:
@@ -59,8 +59,8 @@ def front(rows: list[Row]) -> set[tuple[int, float]]:
     }
 
 
-def _as_good(one: Row, first: Row, *, alone: bool) -> bool:
-    return one[1:] == first[1:] if alone else one[2] <= 1.001 * first[2]
+def _as_good(row: Row, first: Row, *, alone: bool) -> bool:
+    return row[1:] == first[1:] if alone else row[2] <= 1.001 * first[2]
 
 
 def _likeness(plan: ParallelPlan) -> tuple[int, ...]:

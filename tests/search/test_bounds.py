@@ -88,12 +88,12 @@ def table_of(plan: ParallelPlan) -> Candidates:
 @given(jobs())
 @settings(max_examples=40, deadline=None)
 def test_no_prediction_is_below_its_bounds(job: Job) -> None:
-    one = predict(job)
+    prediction = predict(job)
     table = table_of(job.plan)
     assert table.plan(0) == job.plan
     [num_bytes], [seconds] = Bounds(job).of(table)
-    assert 0 < num_bytes <= max(rank.device_bytes for rank in one.memory)
-    assert 0 < seconds <= one.step_time_s * (1 + 1e-9)
+    assert 0 < num_bytes <= max(rank.device_bytes for rank in prediction.memory)
+    assert 0 < seconds <= prediction.step_time_s * (1 + 1e-9)
 
 
 @st.composite
@@ -117,10 +117,10 @@ def placed_jobs(draw: st.DrawFn) -> Job:
 @given(placed_jobs())
 @settings(max_examples=15, deadline=None)
 def test_no_prediction_on_small_nodes_is_below_its_bounds(job: Job) -> None:
-    one = predict(job)
+    prediction = predict(job)
     [num_bytes], [seconds] = Bounds(job).of(table_of(job.plan))
-    assert 0 < num_bytes <= max(rank.device_bytes for rank in one.memory)
-    assert 0 < seconds <= one.step_time_s * (1 + 1e-9)
+    assert 0 < num_bytes <= max(rank.device_bytes for rank in prediction.memory)
+    assert 0 < seconds <= prediction.step_time_s * (1 + 1e-9)
 
 
 @st.composite

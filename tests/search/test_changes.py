@@ -32,8 +32,8 @@ def changes_of(asked: Job, space: SearchSpace) -> dict[str, RequestChange]:
 
 
 def needs(asked: Job, plan: ParallelPlan) -> int:
-    one = predict(asked.with_plan(plan))
-    return one.worst_memory.device_bytes
+    prediction = predict(asked.with_plan(plan))
+    return prediction.worst_memory.device_bytes
 
 
 def asked_for(memory_mib: int) -> Job:
@@ -45,8 +45,8 @@ def asked_for(memory_mib: int) -> Job:
 def test_every_change_makes_a_plan() -> None:
     job = asked_for(1540)
     space = SearchSpace(recompute=("none",), microbatch_size=(4,), schedule=("1f1b",), max_memory_fraction=0.9)
-    found = changes_of(job, space)
-    assert set(found) == {
+    by_kind = changes_of(job, space)
+    assert set(by_kind) == {
         "max_memory_fraction",
         "memory_bytes",
         "recompute",
@@ -54,14 +54,14 @@ def test_every_change_makes_a_plan() -> None:
         "num_devices",
     }
     limit = int(1540 * MIB * 0.9)
-    memory = found["memory_bytes"]
-    assert limit < needs(job, found["max_memory_fraction"].plan) <= 1540 * MIB
+    memory = by_kind["memory_bytes"]
+    assert limit < needs(job, by_kind["max_memory_fraction"].plan) <= 1540 * MIB
     assert limit < needs(job, memory.plan) <= float(memory.value) * 0.9 < needs(job, memory.plan) + 1
     for what in ("recompute", "ranges"):
-        assert needs(job, found[what].plan) <= limit, what
-    assert found["recompute"].plan.recompute == "full"
-    more = job.with_num_devices(int(found["num_devices"].value))
-    assert needs(more, found["num_devices"].plan) <= limit
+        assert needs(job, by_kind[what].plan) <= limit, what
+    assert by_kind["recompute"].plan.recompute == "full"
+    more = job.with_num_devices(int(by_kind["num_devices"].value))
+    assert needs(more, by_kind["num_devices"].plan) <= limit
 
 
 @pytest.mark.slow
@@ -73,15 +73,15 @@ def test_changes_keep_to_what_the_software_has() -> None:
     narrow = SearchSpace(microbatch_size=(4,), schedule=("1f1b",), recompute=("none",), max_memory_fraction=1.0)
     some = replace(asked_for(1300), software=megatron)
     assert changes_of(some, narrow)["ranges"].value == "schedule, microbatch_size, recompute"
-    own = changes_of(some, narrow.model_copy(update={"zero_stage": (1,)}))["ranges"]
-    assert own.value == "schedule, zero_stage, microbatch_size, recompute"
-    assert own.plan.zero_stage in megatron.zero_stages
+    change = changes_of(some, narrow.model_copy(update={"zero_stage": (1,)}))["ranges"]
+    assert change.value == "schedule, zero_stage, microbatch_size, recompute"
+    assert change.plan.zero_stage in megatron.zero_stages
 
 
 def test_no_device_has_more_memory_than_one_can_be_described_with() -> None:
     space = SearchSpace(max_memory_fraction=5e-324, recompute=("none",), schedule=("1f1b",), microbatch_size=(1,))
-    found = changes_of(asked_for(1500), space)
-    assert "memory_bytes" not in found
+    by_kind = changes_of(asked_for(1500), space)
+    assert "memory_bytes" not in by_kind
 
 
 def test_no_cluster_has_more_devices_than_one_can_be_described_with() -> None:
@@ -100,11 +100,11 @@ def test_a_smaller_batch_is_a_change_where_it_helps() -> None:
     space = SearchSpace(
         pp=(2,), schedule=("gpipe",), microbatch_size=(1,), recompute=("none", "full"), max_memory_fraction=1.0
     )
-    found = changes_of(job, space)
-    size = int(found["global_batch_size"].value)
+    by_kind = changes_of(job, space)
+    size = int(by_kind["global_batch_size"].value)
     assert size < job.training.global_batch_size
     less = replace(job, training=job.training.model_copy(update={"global_batch_size": size}))
-    assert needs(less, found["global_batch_size"].plan) <= 1310 * MIB
+    assert needs(less, by_kind["global_batch_size"].plan) <= 1310 * MIB
     twice = replace(job, training=job.training.model_copy(update={"global_batch_size": 2 * size}))
     result = search(twice, space, explain=False)
     assert result.best is None, "it is the largest that works"
@@ -138,10 +138,10 @@ def test_progress_counts_plans_tried_for_changes() -> None:
 
 def test_a_deadline_is_told_by_the_fastest_plan() -> None:
     job = small_job(num_devices=2)
-    found = changes_of(job, SearchSpace(max_step_time_s=1e-9, recompute=("none",), microbatch_size=(1,)))
-    assert set(found) == {"max_step_time_s"}
-    deadline_s = float(found["max_step_time_s"].value)
-    words = found["max_step_time_s"].words.split(":")[0]
+    by_kind = changes_of(job, SearchSpace(max_step_time_s=1e-9, recompute=("none",), microbatch_size=(1,)))
+    assert set(by_kind) == {"max_step_time_s"}
+    deadline_s = float(by_kind["max_step_time_s"].value)
+    words = by_kind["max_step_time_s"].words.split(":")[0]
     assert float(words.removeprefix("allow max_step_time_s = ")) >= deadline_s
     space = SearchSpace(max_step_time_s=deadline_s, recompute=("none",), microbatch_size=(1,))
     result = search(job, space, explain=False)

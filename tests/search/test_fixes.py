@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from simplan import catalog
-from simplan.errors import SpecError
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
@@ -20,6 +19,7 @@ from simplan.scenario import make_job, scenario_from
 from simplan.search import SearchSpace, fixes, search
 from simplan.search.fixes import OUTSIDE_OF_SEARCHES
 from simplan.training import TrainingSpec
+from tests.support.problems import refuses
 from tests.support.slow import slow_except
 
 
@@ -46,10 +46,10 @@ def job_of(plan: ParallelPlan, *, model: str = "llama3-8b", num_devices: int = 8
 )
 def test_every_fix_fits_as_written(job: Job) -> None:
     before = predict(job)
-    found = fixes(before)
+    changes = fixes(before)
     assert before.fits is False
-    assert 1 <= len(found) <= 5
-    for fix in found:
+    assert 1 <= len(changes) <= 5
+    for fix in changes:
         changed = job.with_changes(fix.changes)
         after = predict(changed)
         assert changed == fix.job
@@ -60,11 +60,11 @@ def test_every_fix_fits_as_written(job: Job) -> None:
         assert fix.memory_verdict == after.memory_verdict
         assert f" {after.memory_verdict} " in fixes_table([fix])
         assert fix.step_time_change == pytest.approx(after.step_time_s / before.step_time_s - 1)
-    same = [fix for fix in found if not fix.more_devices and fix.job.training == job.training]
+    same = [fix for fix in changes if not fix.more_devices and fix.job.training == job.training]
     assert same == sorted(same, key=lambda fix: (fix.memory_verdict != "fits", fix.step_time_s))
     rows = [
         (fix.job.training.task, fix.job.cluster.num_devices, len(fix.changes), fix.step_time_s, fix.device_bytes)
-        for fix in found
+        for fix in changes
     ]
     for task, *row in rows:
         better = [other for same_task, *other in rows if same_task == task and other[1] < row[1]]
@@ -76,10 +76,10 @@ def test_pairs_have_the_smallest_change_of_each_kind_that_is_enough() -> None:
 
     Next to a loss in chunks it is not enough.
     """
-    found = fixes(predict(make_job("llama3-8b", cluster="dgx-a100-40gb", num_devices=4, seq_len=8192)))
-    assert found[0].changes == {"plan.recompute": "full", "software.loss": "chunked"}
-    assert found[1].changes == {"plan.recompute": "selective_op", "plan.offload_optimizer": True}
-    assert [fix.memory_verdict for fix in found if not fix.more_devices][-1] == "may not fit", "these are last"
+    changes = fixes(predict(make_job("llama3-8b", cluster="dgx-a100-40gb", num_devices=4, seq_len=8192)))
+    assert changes[0].changes == {"plan.recompute": "full", "software.loss": "chunked"}
+    assert changes[1].changes == {"plan.recompute": "selective_op", "plan.offload_optimizer": True}
+    assert [fix.memory_verdict for fix in changes if not fix.more_devices][-1] == "may not fit", "these are last"
 
 
 def test_no_fix_of_the_mesh_is_faster_than_the_best_plan_of_an_exact_search() -> None:
@@ -118,8 +118,8 @@ def test_a_plan_that_fits_needs_no_fix() -> None:
 def test_lora_is_a_fix_of_fine_tuning_alone() -> None:
     plan = ParallelPlan(dp_shard=2)
     for task, is_fix in (("sft", True), ("pretrain", False)):
-        found = fixes(predict(job_of(plan, model="llama3-8b", num_devices=2, task=task)))
-        assert any("training.task" in fix.changes for fix in found) == is_fix, task
+        changes = fixes(predict(job_of(plan, model="llama3-8b", num_devices=2, task=task)))
+        assert any("training.task" in fix.changes for fix in changes) == is_fix, task
 
 
 def test_a_change_that_fits_for_sure_is_found_next_to_one_that_may_not() -> None:
@@ -127,19 +127,19 @@ def test_a_change_that_fits_for_sure_is_found_next_to_one_that_may_not() -> None
     job = make_job(
         "llama3-8b", device="rtx-4090", num_devices=1, seq_len=8192, task="lora", base_weights="nf4", lora_rank=16
     )
-    found = fixes(predict(job))
-    assert [(dict(fix.changes), fix.memory_verdict) for fix in found] == [
+    changes = fixes(predict(job))
+    assert [(dict(fix.changes), fix.memory_verdict) for fix in changes] == [
         ({"plan.recompute": "full", "software.loss": "chunked"}, "fits"),
         ({"plan.offload_activations": True}, "may not fit"),
     ]
-    assert found[0].headroom_bytes > 10 * 2**30
+    assert changes[0].headroom_bytes > 10 * 2**30
 
 
 def test_base_weights_of_four_bits_come_after_changes_that_train_the_same() -> None:
     job = make_job("llama3-8b", device="rtx-4090", num_devices=1, seq_len=2048, task="lora", lora_rank=16)
-    found = fixes(predict(job))
-    assert [fix.changes.get("training.base_weights") for fix in found] == [None] * (len(found) - 1) + ["nf4"]
-    assert all(job.with_changes(fix.changes) == fix.job for fix in found)
+    changes = fixes(predict(job))
+    assert [fix.changes.get("training.base_weights") for fix in changes] == [None] * (len(changes) - 1) + ["nf4"]
+    assert all(job.with_changes(fix.changes) == fix.job for fix in changes)
 
 
 def test_a_full_host_is_relieved() -> None:
@@ -158,32 +158,29 @@ def test_changed_settings_are_those_of_a_file() -> None:
         "cluster": {"preset": "dgx-h100", "num_nodes": 2},
         "training": {"global_batch_size": 64},
     }
-    one = scenario_from({**text, "plan": {"dp_replicate": 16}}).job
+    job = scenario_from({**text, "plan": {"dp_replicate": 16}}).job
     for changes in (
         {"plan.dp_replicate": 1, "plan.dp_shard": 16},
         {"plan.dp_replicate": 1, "plan.dp_shard": 2, "plan.zero_stage": 2, "plan.pp": 8, "plan.schedule": "zb-v"},
         {"plan.dp_replicate": 2, "plan.tp": 8, "training.precision": "fp8", "model.num_hidden_layers": 16},
         {"cluster.num_devices": 32, "plan.dp_replicate": 32},
     ):
-        assert one.with_changes(changes) == scenario_from({**text, "plan": {"dp_replicate": 16}}, changes).job
+        assert job.with_changes(changes) == scenario_from({**text, "plan": {"dp_replicate": 16}}, changes).job
     alone = scenario_from({**text, "plan": {"dp_replicate": 8}}, {"cluster.num_nodes": 1}).job
-    assert alone.with_changes({"cluster.num_devices": 16}).cluster == one.cluster
+    assert alone.with_changes({"cluster.num_devices": 16}).cluster == job.cluster
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "field", "rule", "fix"),
     [
-        (
-            {"plan.microbatch": 2},
-            "plan.microbatch: is not a known key; did you mean microbatch_size or microbatch_sizes?",
-        ),
-        ({"plan.tp": "two"}, 'plan.tp = "two": must be a whole number'),
-        ({"plans.tp": 2}, "plans: is no setting of a job; did you mean plan?"),
-        ({"plan": 2}, "plan: is no setting of a job; write plan.KEY"),
+        ({"plan.microbatch": 2}, "plan.microbatch", "is not a known key", "microbatch_size or microbatch_sizes"),
+        ({"plan.tp": "two"}, "plan.tp", "must be a whole number", ""),
+        ({"plans.tp": 2}, "plans", "is no setting", "did you mean plan?"),
+        ({"plan": 2}, "plan", "is no setting", "write plan.KEY"),
     ],
 )
-def test_an_unknown_change_is_named(changes: dict[str, object], sentence: str) -> None:
-    with pytest.raises(SpecError, match="^" + sentence.replace("?", r"\?").replace(".", r"\.")):
+def test_an_unknown_change_is_named(changes: dict[str, object], field: str, rule: str, fix: str) -> None:
+    with refuses(field, rule=rule, fix=fix):
         job_of(ParallelPlan()).with_changes(changes)
 
 

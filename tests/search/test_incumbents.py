@@ -18,14 +18,14 @@ TOP = 3
 def plans(seed: int) -> list[tuple[ParallelPlan, int, float]]:
     """ParallelPlans of a few meshes, whose times are close together."""
     draw = random.Random(seed)
-    found = []
+    rows = []
     for number in range(60):
         dp, v = draw.choice([1, 2]), draw.randint(1, 6)
-        one = plain_plan(dp_replicate=dp, pp=8 // dp, virtual_stages=v, microbatch_size=number % 2 + 1)
+        plan = plain_plan(dp_replicate=dp, pp=8 // dp, virtual_stages=v, microbatch_size=number % 2 + 1)
         changes = draw.choice(["none", "selective", "full"]), draw.choice(["1f1b", "interleaved_1f1b"])
-        one = one.model_copy(update={"recompute": changes[0], "schedule": changes[1]})
-        found.append((one, draw.randint(1, 9), 1 + draw.randint(0, 50) * NOISE / 7))
-    return list({row[0]: row for row in found}.values())
+        plan = plan.model_copy(update={"recompute": changes[0], "schedule": changes[1]})
+        rows.append((plan, draw.randint(1, 9), 1 + draw.randint(0, 50) * NOISE / 7))
+    return list({row[0]: row for row in rows}.values())
 
 
 def all_at_once(
@@ -35,26 +35,26 @@ def all_at_once(
     left = sorted(
         Timed(goal.values(c.num_devices, size, s)[0], s, c.num_devices, size, plan_order(c), c) for c, size, s in rows
     )
-    found: list[tuple[Timed, set[ParallelPlan]]] = []
+    groups: list[tuple[Timed, set[ParallelPlan]]] = []
     noise = 1.0 if goal.objectives[0] == "memory" else 1 + NOISE
-    while left and len(found) < TOP:
+    while left and len(groups) < TOP:
         first = left[0]
         axes = (first.plan.dp, first.plan.pp, first.plan.microbatch_size)
         group = [
-            one
-            for one in left
-            if (one.plan.dp, one.plan.pp, one.plan.microbatch_size) == axes
-            and one.step_time_s <= noise * first.step_time_s
-            and (goal.objectives[0] != "memory" or one.device_bytes == first.device_bytes)
+            timed
+            for timed in left
+            if (timed.plan.dp, timed.plan.pp, timed.plan.microbatch_size) == axes
+            and timed.step_time_s <= noise * first.step_time_s
+            and (goal.objectives[0] != "memory" or timed.device_bytes == first.device_bytes)
         ]
-        left = [one for one in left if one not in group]
+        left = [timed for timed in left if timed not in group]
         order = ("none", "selective", "full")
         shown = min(
             group,
             key=lambda t: (t.plan.virtual_stages, order.index(t.plan.recompute), t.device_bytes, t),
         )
-        found.append((shown, {one.plan for one in group if one is not shown}))
-    return [(shown.plan, others) for shown, others in sorted(found, key=lambda pair: pair[0])]
+        groups.append((shown, {timed.plan for timed in group if timed is not shown}))
+    return [(shown.plan, others) for shown, others in sorted(groups, key=lambda pair: pair[0])]
 
 
 def test_some_plans_are_alike() -> None:
@@ -77,8 +77,8 @@ def test_groups_are_those_of_all_plans_whatever_the_order(objective: Objective, 
             left_out += 1
         else:
             incumbents.add(candidate, size, seconds)
-    found = [(group.shown.plan, {one.plan for one in group.others}) for group in incumbents.groups]
-    assert found == all_at_once(rows, goal)
+    groups = [(group.shown.plan, {timed.plan for timed in group.others}) for group in incumbents.groups]
+    assert groups == all_at_once(rows, goal)
     assert left_out > 0, "bounds that never cut are no bounds"
 
 
@@ -93,8 +93,8 @@ def test_corrected_numbers_count_as_if_they_had_been_known(seed: int) -> None:
     incumbents.correct(slow, (3, 1.004))
     incumbents.correct(gone, None)
     corrected = [(plan, *((3, 1.004) if plan == slow else (size, s))) for plan, size, s in rows if plan != gone]
-    found = [(group.shown.plan, {one.plan for one in group.others}) for group in incumbents.groups]
-    assert found == all_at_once(corrected, goal)
+    groups = [(group.shown.plan, {timed.plan for timed in group.others}) for group in incumbents.groups]
+    assert groups == all_at_once(corrected, goal)
 
 
 def test_the_simplest_plan_of_a_group_is_shown() -> None:

@@ -30,37 +30,39 @@ def fits(**changes: int) -> bool:
 
 @pytest.mark.slow
 def test_the_largest_model() -> None:
-    found = largest(ASKED, SPACE, "num_hidden_layers")
-    assert found.value > 4
-    assert [value for value in range(found.value, found.value + 12) if fits(num_hidden_layers=value)] == [found.value]
-    assert set(found.fitting) & set(found.failing) == set()
-    assert found.plan.num_devices == 2
+    answer = largest(ASKED, SPACE, "num_hidden_layers")
+    assert answer.value > 4
+    assert [value for value in range(answer.value, answer.value + 12) if fits(num_hidden_layers=value)] == [
+        answer.value
+    ]
+    assert set(answer.fitting) & set(answer.failing) == set()
+    assert answer.plan.num_devices == 2
 
 
 def test_the_longest_sequence() -> None:
     space = SPACE.model_copy(update={"microbatch_size": (1,)})
-    found = largest(ASKED, space, "seq_len")
-    assert found.value % 1024 == 0
-    assert found.value + 1024 in found.failing
+    answer = largest(ASKED, space, "seq_len")
+    assert answer.value % 1024 == 0
+    assert answer.value + 1024 in answer.failing
     long = replace(
-        ASKED, model=ASKED.model.model_copy(update={"seq_len": found.value, "max_position_embeddings": 10**6})
+        ASKED, model=ASKED.model.model_copy(update={"seq_len": answer.value, "max_position_embeddings": 10**6})
     )
     assert search(long, space, explain=False).best is not None
 
 
 def test_a_document_has_the_fields_raised_with_the_sequence() -> None:
     learned = small_job("gpt", num_devices=2, memory_bytes=1700 * MIB, seq_len=512)
-    found = largest(learned, SPACE.model_copy(update={"microbatch_size": (1,)}), "seq_len")
-    assert found.to_json()["model_fields"] == {"seq_len": found.value, "max_position_embeddings": found.value}
+    answer = largest(learned, SPACE.model_copy(update={"microbatch_size": (1,)}), "seq_len")
+    assert answer.to_json()["model_fields"] == {"seq_len": answer.value, "max_position_embeddings": answer.value}
 
 
 def test_the_largest_microbatch() -> None:
     job = replace(ASKED, training=ASKED.training.model_copy(update={"global_batch_size": 64}))
     space = SPACE.model_copy(update={"microbatch_size": None})
-    found = largest(job, space, "microbatch_size")
+    answer = largest(job, space, "microbatch_size")
     wide = search(job, space.model_copy(update={"top": 1000}))
-    assert found.value == max(plan.plan.microbatch_size for plan in wide.ranked) < 64
-    assert found.exact
+    assert answer.value == max(plan.plan.microbatch_size for plan in wide.ranked) < 64
+    assert answer.exact
 
 
 def test_the_largest_of_both_kinds_of_blocks() -> None:
@@ -70,8 +72,8 @@ def test_the_largest_of_both_kinds_of_blocks() -> None:
         for compiled in (False, True)
     }
     assert alone[False] < alone[True]
-    found = largest(ASKED, space.model_copy(update={"compiled": (False, True)}), "num_hidden_layers")
-    assert (found.value, found.software) == (alone[True], {"compiled": True})
+    answer = largest(ASKED, space.model_copy(update={"compiled": (False, True)}), "num_hidden_layers")
+    assert (answer.value, answer.software) == (alone[True], {"compiled": True})
 
 
 def test_nothing_fits_or_there_is_no_such_thing() -> None:

@@ -51,15 +51,15 @@ def test_plans_that_pass_the_rules_are_valid() -> None:
     enumeration = Enumeration(SearchSpace.model_validate(SPACE), job)
     rejected: Counter[str] = Counter()
     passed = [table.plan(row) for table in enumeration.tables(rejected) for row in range(len(table))]
-    for one in passed:
-        check_job(job.with_plan(one))
+    for plan in passed:
+        check_job(job.with_plan(plan))
     assert len(passed) + rejected.total() == enumeration.total
     assert {*rejected} <= {*BY_NAME}
 
 
 def test_one_list_stands_for_itself() -> None:
-    one = SearchSpace.model_validate({"recompute_modules": ["mlp", "core_attn"]})
-    assert one.recompute_modules == (("mlp", "core_attn"),)
+    space = SearchSpace.model_validate({"recompute_modules": ["mlp", "core_attn"]})
+    assert space.recompute_modules == (("mlp", "core_attn"),)
 
 
 @pytest.mark.parametrize(

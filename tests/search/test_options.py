@@ -47,16 +47,16 @@ def test_an_option_is_an_axis(name: str) -> None:
     job = adapted(name)
     space = SearchSpace.model_validate({**SMALL, name: VALUES[name]})
     result = search(job, space)
-    plans = {one.software[name]: one for one in result.ranked}
+    plans = {plan.software[name]: plan for plan in result.ranked}
     wanted = {
-        value: predict(job.with_changes({OPTION_KEYS[name]: BY_HAND.get(value, value)}).with_plan(one.plan))
-        for value, one in plans.items()
+        value: predict(job.with_changes({OPTION_KEYS[name]: BY_HAND.get(value, value)}).with_plan(plan.plan))
+        for value, plan in plans.items()
     }
-    assert {value: one.step_time_s for value, one in plans.items()} == pytest.approx(
-        {value: one.step_time_s for value, one in wanted.items()}, rel=1e-5
+    assert {value: plan.step_time_s for value, plan in plans.items()} == pytest.approx(
+        {value: plan.step_time_s for value, plan in wanted.items()}, rel=1e-5
     )
-    assert {value: one.device_bytes for value, one in plans.items()} == {
-        value: one.worst_memory.device_bytes for value, one in wanted.items()
+    assert {value: plan.device_bytes for value, plan in plans.items()} == {
+        value: plan.worst_memory.device_bytes for value, plan in wanted.items()
     }
     assert set(plans) == set(VALUES[name])
     assert ("Losses were not compared" in search_text(result)) == (name in ("optimizer", "base_weights", "lora_rank"))
@@ -80,15 +80,15 @@ def test_a_saved_plan_has_its_options(tmp_path: Path) -> None:
     """Weights keep the other keys of their format; without a format the section has none."""
     asked = parse_search(SCENARIO)
     result = asked.search()
-    assert {tuple(one.software.items()) for one in result.ranked} >= {
+    assert {tuple(plan.software.items()) for plan in result.ranked} >= {
         (("optimizer", "paged_adamw_8bit"), ("base_weights", "nf4"))
     }
-    for number, one in enumerate(result.ranked):
+    for number, plan in enumerate(result.ranked):
         file = tmp_path / f"{number}.yaml"
-        file.write_text(scenario_text(plan_document(asked, one.plan, tmp_path, one.software), "A plan."))
+        file.write_text(scenario_text(plan_document(asked, plan.plan, tmp_path, plan.software), "A plan."))
         job = load_scenario(file).job
         base = job.training.base_weights
-        assert job.training.optimizer == one.software["optimizer"]
-        assert one.software["base_weights"] == ("none" if base is None else base.format)
+        assert job.training.optimizer == plan.software["optimizer"]
+        assert plan.software["base_weights"] == ("none" if base is None else base.format)
         assert base is None or base.double_quantization
-        assert predict(job).step_time_s == pytest.approx(one.step_time_s, rel=1e-5)
+        assert predict(job).step_time_s == pytest.approx(plan.step_time_s, rel=1e-5)

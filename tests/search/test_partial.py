@@ -52,35 +52,35 @@ def every(software: str) -> tuple[tuple[ParallelPlan, int, float], ...]:
     """Every plan that fits with every number of blocks that run again, none and all among them, by ``predict``."""
     job = asked_for(software)
 
-    def variants(one: ParallelPlan) -> Iterator[ParallelPlan]:
-        yield one
-        if one.recompute == "full":
-            yield from (one.model_copy(update={"recompute_layers": number}) for number in range(1, BLOCKS))
+    def variants(plan: ParallelPlan) -> Iterator[ParallelPlan]:
+        yield plan
+        if plan.recompute == "full":
+            yield from (plan.model_copy(update={"recompute_layers": number}) for number in range(1, BLOCKS))
 
     rows = []
     for candidate in plans_of(job, SearchSpace.model_validate(SPACE)):
-        for one in variants(candidate):
-            prediction = predict(job.with_plan(one))
+        for plan in variants(candidate):
+            prediction = predict(job.with_plan(plan))
             if prediction.worst_memory.device_bytes <= CAPACITIES[software]:
-                rows.append((one, prediction.worst_memory.device_bytes, rounded(prediction.step_time_s)))
+                rows.append((plan, prediction.worst_memory.device_bytes, rounded(prediction.step_time_s)))
     return tuple(rows)
 
 
 def wanted(software: str) -> list[Row]:
     """Of the plans that differ in ``recompute_layers`` alone those that need it, with as few blocks as fit."""
     least: dict[ParallelPlan, tuple[ParallelPlan, int, float]] = {}
-    fitting = {one for one, _, _ in every(software)}
+    fitting = {plan for plan, _, _ in every(software)}
     rows = []
-    for one, size, seconds in every(software):
-        family = one.model_copy(update={"recompute_layers": None})
-        if not one.recompute_layers:
-            rows.append((one, size, seconds))
+    for plan, size, seconds in every(software):
+        family = plan.model_copy(update={"recompute_layers": None})
+        if not plan.recompute_layers:
+            rows.append((plan, size, seconds))
         elif family.model_copy(update={"recompute": "none"}) not in fitting:
             known = least.get(family)
-            if known is None or one.recompute_layers < (known[0].recompute_layers or BLOCKS):
-                least[family] = one, size, seconds
+            if known is None or plan.recompute_layers < (known[0].recompute_layers or BLOCKS):
+                least[family] = plan, size, seconds
     alike = {(family, seconds) for family, _, seconds in every(software)}
-    rows += [(one, size, s) for family, (one, size, s) in least.items() if (family, s) not in alike]
+    rows += [(plan, size, s) for family, (plan, size, s) in least.items() if (family, s) not in alike]
     return sorted(rows, key=lambda row: row[2])
 
 
@@ -101,10 +101,10 @@ def test_the_search_recomputes_as_few_blocks_as_fit(software: str) -> None:
 def test_fewer_blocks_are_faster_and_hold_more(software: str) -> None:
     """What the bisection relies on."""
     families: dict[ParallelPlan, list[tuple[int, int, float]]] = {}
-    for one, size, seconds in every(software):
-        if one.recompute == "full":
-            number = one.recompute_layers or BLOCKS
-            families.setdefault(one.model_copy(update={"recompute_layers": None}), []).append((number, size, seconds))
+    for plan, size, seconds in every(software):
+        if plan.recompute == "full":
+            number = plan.recompute_layers or BLOCKS
+            families.setdefault(plan.model_copy(update={"recompute_layers": None}), []).append((number, size, seconds))
     for rows in families.values():
         _, sizes, times_s = zip(*sorted(rows), strict=True)
         assert list(sizes) == sorted(sizes, reverse=True)
@@ -145,9 +145,9 @@ def test_estimates_are_just_below_the_time_with_one_block_in_every_stage(softwar
     exploration.bound()
     estimates = list(_whole(exploration, Incumbents(goal, 4), 10**15))  # bytes, so that memory asks for no block
     assert len(estimates) > 3
-    for one in estimates:
-        better = _in_stages(job, one, goal)
-        assert one.about_s < better.about_s
-        if (most := _most_blocks(job.with_plan(one.plan))) > 1:
-            seconds = predict(job.with_plan(one.plan.model_copy(update={"recompute_layers": 1}))).step_time_s
+    for estimate in estimates:
+        better = _in_stages(job, estimate, goal)
+        assert estimate.about_s < better.about_s
+        if (most := _most_blocks(job.with_plan(estimate.plan))) > 1:
+            seconds = predict(job.with_plan(estimate.plan.model_copy(update={"recompute_layers": 1}))).step_time_s
             assert 0.9 < better.about_s / seconds <= 1 / 0.99, most

@@ -39,7 +39,7 @@ def test_a_result_goes_into_pandas_and_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "software", "given", "axes"),
+    ("family", "software", "ranges", "axes"),
     [
         ("llama", "torch", {}, {"cp", "compiled"}),
         *slow_except(
@@ -54,16 +54,16 @@ def test_a_result_goes_into_pandas_and_json() -> None:
         ),
     ],
 )
-def test_axes_left_out_are_named(family: str, software: str, given: dict[str, Any], axes: set[str]) -> None:
+def test_axes_left_out_are_named(family: str, software: str, ranges: dict[str, Any], axes: set[str]) -> None:
     """Each of them, added as the result says, gives plans that the search did not have."""
     job = small_job(family, software=software, precision="fp32" if family == "resnet" else "bf16")
     few = {"microbatch_size": 1, "recompute": "none", "pp": 1, "top": 1000}
-    space = parse_model(SearchSpace, {**few, **given})
-    found = search(job, space, explain=False)
-    assert set(found.unsearched) == axes
-    for axis, values in found.unsearched.items():
+    space = parse_model(SearchSpace, {**few, **ranges})
+    result = search(job, space, explain=False)
+    assert set(result.unsearched) == axes
+    for axis, values in result.unsearched.items():
         wider = search(job, space.model_copy(update={axis: values}), explain=False)
-        of_axis = {one.software.get(axis, getattr(one.plan, axis, None)) for one in wider.ranked}
+        of_axis = {plan.software.get(axis, getattr(plan.plan, axis, None)) for plan in wider.ranked}
         assert of_axis == set(values)
         assert axis not in wider.unsearched
 
@@ -125,16 +125,16 @@ def test_two_objectives_outlive_a_copy_and_a_document() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "communication"),
+    ("fields", "communication"),
     [
         ({"objective": "cost"}, "give dollars_per_device_hour and token_budget"),
         ({"objectives": ["memory", "memory"]}, "has memory twice"),
         ({"objective": "memory", "objectives": ["step_time", "memory"]}, "keep one of the two"),
     ],
 )
-def test_objectives_that_do_not_go_together(given: dict[str, Any], communication: str) -> None:
+def test_objectives_that_do_not_go_together(fields: dict[str, Any], communication: str) -> None:
     with pytest.raises(ValueError, match=communication):
-        SearchSpace.model_validate(given)
+        SearchSpace.model_validate(fields)
 
 
 @pytest.mark.slow
@@ -154,7 +154,7 @@ def test_a_dask_cluster_of_two_workers_finds_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "sentences"),
+    ("ranges", "sentences"),
     [
         ({"tp": "2"}, ['tp = "2": must be a whole number; write 2 without quotes']),
         ({"microbatch_size": 1.5}, ["microbatch_size = 1.5: must be a whole number"]),
@@ -166,13 +166,13 @@ def test_a_dask_cluster_of_two_workers_finds_the_same() -> None:
         ),
     ],
 )
-def test_a_wrong_range_is_one_problem_in_our_words(given: dict[str, Any], sentences: list[str]) -> None:
+def test_a_wrong_range_is_one_problem_in_our_words(ranges: dict[str, Any], sentences: list[str]) -> None:
     with pytest.raises(SpecError) as caught:
-        parse_model(SearchSpace, given)
+        parse_model(SearchSpace, ranges)
     assert [problem.sentence() for problem in caught.value.problems] == sentences
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", slow_except(["gpt", "moe", "resnet", "t5"], sorted(FAMILIES)))
 def test_predict_confirms_the_best_plan(family: str) -> None:
     precision = "fp32" if family == "resnet" else "bf16"
     job = small_job(family, 4, batch=4, precision=precision)
@@ -180,18 +180,18 @@ def test_predict_confirms_the_best_plan(family: str) -> None:
     result = search(job, space)
     best = result.best
     assert best is not None
-    one = predict(job.with_plan(best.plan), name="x")
-    assert best.step_time_s == pytest.approx(one.step_time_s, rel=1e-9)
-    assert best.device_bytes == one.worst_memory.device_bytes
-    assert best.headroom_bytes == int(0.95 * one.job.cluster.device.memory_bytes) - best.device_bytes  # type: ignore[operator]
-    per_step = one.samples_per_s_per_device if result.unit == "images" else one.tokens_per_s_per_device
+    prediction = predict(job.with_plan(best.plan), name="x")
+    assert best.step_time_s == pytest.approx(prediction.step_time_s, rel=1e-9)
+    assert best.device_bytes == prediction.worst_memory.device_bytes
+    assert best.headroom_bytes == int(0.95 * prediction.job.cluster.device.memory_bytes) - best.device_bytes  # type: ignore[operator]
+    per_step = prediction.samples_per_s_per_device if result.unit == "images" else prediction.tokens_per_s_per_device
     assert best.tokens_per_s_per_device == pytest.approx(per_step)
     why = best.explanation
     assert why is not None
     assert math.fsum(why.shares.values()) == pytest.approx(1)
-    assert why.step_time_interval_s == one.step_time_interval_s
-    assert why.device_interval_bytes == one.worst_memory.device_interval_bytes
-    assert why.memory_verdict == one.memory_verdict
+    assert why.step_time_interval_s == prediction.step_time_interval_s
+    assert why.device_interval_bytes == prediction.worst_memory.device_interval_bytes
+    assert why.memory_verdict == prediction.memory_verdict
     assert why.saved is not None
     assert all(0 < share < 1 / 11 + 1e-9 for name, share in why.saved.items() if name != "memory"), (
         "10 % more of one thing saves at most an eleventh"

@@ -28,14 +28,14 @@ JOB = slow_job()
 
 
 def test_a_way_without_samples_is_never_ranked() -> None:
-    found = search(JOB, SPACE, explain=False)
-    assert all(plan.plan.replication is None for plan in found.ranked)
-    [way] = found.ways
+    result = search(JOB, SPACE, explain=False)
+    assert all(plan.plan.replication is None for plan in result.ranked)
+    [way] = result.ways
     assert way.best is not None
     assert way.best.plan.replication is not None
     assert way.samples_factor is None
-    assert found.synchronous == found.best
-    assert "not ranked" in found.report()
+    assert result.synchronous == result.best
+    assert "not ranked" in result.report()
 
 
 def test_a_way_pays_up_to_the_ratio_of_step_times() -> None:
@@ -51,18 +51,18 @@ def test_a_way_pays_up_to_the_ratio_of_step_times() -> None:
     assert way.pays_below == pytest.approx(synchronous_s / own_s, rel=1e-6)
     assert way.pays_below > 1.05
     for factor, first in ((0.99 * way.pays_below, True), (1.01 * way.pays_below, False)):
-        found = search(JOB, {**SPACE, "samples_factor": {"diloco": factor}}, explain=False)
-        assert found.best is not None
-        assert (found.best.plan.replication is not None) is first
+        result = search(JOB, {**SPACE, "samples_factor": {"diloco": factor}}, explain=False)
+        assert result.best is not None
+        assert (result.best.plan.replication is not None) is first
 
 
 def test_published_factors_name_their_source() -> None:
-    found = search(JOB, {**SPACE, "samples_factor": {"diloco": "published"}}, explain=False)
-    [way] = found.ways
+    result = search(JOB, {**SPACE, "samples_factor": {"diloco": "published"}}, explain=False)
+    [way] = result.ways
     assert way.samples_factor == PUBLISHED["diloco"].factor
     assert "arXiv:2311.08105" in way.source
-    assert "arXiv:2311.08105" in found.report()
-    assert all(each.source and each.read in ("paper", "abstract", "recalled") for each in PUBLISHED.values())
+    assert "arXiv:2311.08105" in result.report()
+    assert all(factor.source and factor.read in ("paper", "abstract", "recalled") for factor in PUBLISHED.values())
 
 
 def test_a_way_that_nothing_of_the_space_allows_says_why() -> None:

@@ -90,20 +90,20 @@ def _with_memory(draw: st.DrawFn, ops: list[Op]) -> list[Op]:
 
 
 @given(programs(), st.data())
-def test_any_static_program_runs_alike_in_both_engines(found: Program, data: st.DataObject) -> None:
+def test_any_static_program_runs_alike_in_both_engines(static: Program, data: st.DataObject) -> None:
     seconds = st.one_of(st.integers(0, 3).map(float), st.floats(0.0, 10.0))
-    drawn = [data.draw(seconds) for _ in found.ops]
-    leader = {op.meeting: index for index, op in reversed(list(enumerate(found.ops))) if op.meeting is not None}
-    given_s = [drawn[index if op.meeting is None else leader[op.meeting]] for index, op in enumerate(found.ops)]
-    check_engines(found, given_s)
+    drawn = [data.draw(seconds) for _ in static.ops]
+    leader = {op.meeting: index for index, op in reversed(list(enumerate(static.ops))) if op.meeting is not None}
+    given_s = [drawn[index if op.meeting is None else leader[op.meeting]] for index, op in enumerate(static.ops)]
+    check_engines(static, given_s)
 
 
 def test_many_vectors_are_as_many_runs() -> None:
     """More than are evaluated at once, and not a multiple of that."""
-    found = program(gpipe(PipelineShape(4, 5)), dp=2, level=2, layers_per_stage=2)
-    vectors_s = np.array([durations(found, 1.0 + k, 2.0, 0.1 * k) for k in range(19)])
-    compiled = compile_program(found)
-    alone = [simulate(found, list(vector_s)) for vector_s in vectors_s]
+    static = program(gpipe(PipelineShape(4, 5)), dp=2, level=2, layers_per_stage=2)
+    vectors_s = np.array([durations(static, 1.0 + k, 2.0, 0.1 * k) for k in range(19)])
+    compiled = compile_program(static)
+    alone = [simulate(static, list(vector_s)) for vector_s in vectors_s]
     assert compiled.step_times_s(vectors_s) == [times.step_time_s for times in alone]
     starts_s, ends_s = compiled.spans(vectors_s)
     assert starts_s.tolist() == [times.start_s.tolist() for times in alone]
@@ -111,12 +111,12 @@ def test_many_vectors_are_as_many_runs() -> None:
 
 
 def test_ranks_that_share_cores_are_refused_by_name() -> None:
-    found = program(one_f_one_b(PipelineShape(2, 2)))
-    cores = CoreUse(2, [0] * len(found.ops), [1.0] * len(found.ops))
+    static = program(one_f_one_b(PipelineShape(2, 2)))
+    cores = CoreUse(2, [0] * len(static.ops), [1.0] * len(static.ops))
     with refuses("cluster", rule="static Programs only", fix="simulate it with the SimPy", kind=NotModelledError):
-        compile_program(found, cores)
-    given_s = durations(found, 1.0, 2.0)
-    ours, theirs = engine_of(found, cores).times(given_s), simulate(found, given_s, cores)
+        compile_program(static, cores)
+    given_s = durations(static, 1.0, 2.0)
+    ours, theirs = engine_of(static, cores).times(given_s), simulate(static, given_s, cores)
     assert ours.end_s.tolist() == theirs.end_s.tolist()
 
 

@@ -50,13 +50,13 @@ def program(
     return lowered(job, how, [layers_per_stage] * num_stages, complete_table(compute))
 
 
-def durations(found: Program, forward_s: float, backward_s: float, send_s: float = 0.0) -> list[float]:
+def durations(lowered: Program, forward_s: float, backward_s: float, send_s: float = 0.0) -> list[float]:
     def seconds(op: Op) -> float:
         if op.communication:
             return send_s
         return {F: forward_s, B: backward_s}.get(op.action.kind, 0.0) if op.work else 0.0
 
-    return [seconds(op) for op in found.ops]
+    return [seconds(op) for op in lowered.ops]
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 8])
@@ -69,8 +69,8 @@ def test_bubbles_are_the_closed_forms(p: int, m: int, ratio: int) -> None:
         (one_f_one_b, (m + p - 1) * (1 + ratio)),
         (naive, m * p * (1 + ratio)),
     ):
-        found = program(schedule(PipelineShape(p, m)))
-        step_time_s = simulate(found, durations(found, 1, ratio)).step_time_s
+        lowered = program(schedule(PipelineShape(p, m)))
+        step_time_s = simulate(lowered, durations(lowered, 1, ratio)).step_time_s
         assert step_time_s == makespan
         busy = m * (1 + ratio)
         bubble = 1 - busy / step_time_s
@@ -83,26 +83,26 @@ def test_any_table_takes_as_long_as_the_recursion_says(compute: Table, seed: int
     """Free communication, random durations of every action."""
     rng = random.Random(seed)
     seconds = {action: rng.uniform(0.1, 3.0) if uneven else 1.0 for row in compute for action in row}
-    found = program(compute)
-    given_s = [seconds.get(op.action, 0.0) if op.work and not op.communication else 0.0 for op in found.ops]
-    assert simulate(found, given_s).step_time_s == pytest.approx(makespan_s(compute, seconds.__getitem__), rel=1e-12)
+    lowered = program(compute)
+    given_s = [seconds.get(op.action, 0.0) if op.work and not op.communication else 0.0 for op in lowered.ops]
+    assert simulate(lowered, given_s).step_time_s == pytest.approx(makespan_s(compute, seconds.__getitem__), rel=1e-12)
 
 
 @pytest.mark.parametrize(("p", "m", "v"), [(2, 2, 2), (2, 8, 2), (4, 4, 2), (4, 8, 3), (3, 9, 4)])
 def test_the_interleaved_bubble_is_the_closed_form(p: int, m: int, v: int) -> None:
     """(p-1)/(v m+p-1) of equal stages and free communications (Narayanan et al. 2021); integers, so exactly."""
-    found = program(interleaved_1f1b(PipelineShape(p, m, v)))
-    step_s = simulate(found, durations(found, 1.0, 2.0)).step_time_s
+    lowered = program(interleaved_1f1b(PipelineShape(p, m, v)))
+    step_s = simulate(lowered, durations(lowered, 1.0, 2.0)).step_time_s
     assert step_s == 3 * (v * m + p - 1)
 
 
 def test_a_communication_delays_the_next_stage_and_overlaps_the_next_forward() -> None:
     """p=2, m=2, F=2, B=4, send=1: by hand."""
-    found = program(gpipe(PipelineShape(2, 2)))
-    times = simulate(found, durations(found, 2.0, 4.0, 1.0))
+    lowered = program(gpipe(PipelineShape(2, 2)))
+    times = simulate(lowered, durations(lowered, 2.0, 4.0, 1.0))
     started = {
         str(op.action): (times.start_s[i], times.end_s[i])
-        for i, op in enumerate(found.ops)
+        for i, op in enumerate(lowered.ops)
         if op.action.kind in (F, B, ActionKind.SEND_F, ActionKind.SEND_B) and (op.work or op.communication)
     }
     assert started == {
@@ -123,22 +123,22 @@ def test_a_communication_delays_the_next_stage_and_overlaps_the_next_forward() -
 
 @given(compute_tables(), st.floats(0.0, 2.0), st.sampled_from([1, 2]))
 def test_shares_sum_to_the_step_and_streams_keep_their_order(compute: Table, send_s: float, level: int) -> None:
-    found = program(compute, dp=2, level=level, layers_per_stage=2)
-    given_s = durations(found, 1.0, 2.0, send_s)
-    times = simulate(found, given_s)
-    of_all = timeline(found, times)
+    lowered = program(compute, dp=2, level=level, layers_per_stage=2)
+    given_s = durations(lowered, 1.0, 2.0, send_s)
+    times = simulate(lowered, given_s)
+    of_all = timeline(lowered, times)
     spans = of_all.by_rank()
-    for rank in found.ranks:
+    for rank in lowered.ranks:
         assert of_all.by_rank([rank]) == {rank: spans[rank]}
         split = split_of_rank(spans[rank], times.step_time_s)
         assert split.total_s == pytest.approx(times.step_time_s, rel=1e-12)
         assert min(split.compute_s, split.exposed_communication_s, split.wait_s + 1e-9) >= 0
-    for indices in found.streams.values():
+    for indices in lowered.streams.values():
         for before, after in pairwise(indices):
             assert times.end_s[before] <= times.start_s[after]
     for i, (start_s, end_s) in enumerate(zip(times.start_s, times.end_s, strict=True)):
         assert end_s - start_s == pytest.approx(given_s[i])
-    for members in meetings(found).values():
+    for members in meetings(lowered).values():
         assert len({(times.start_s[i], times.end_s[i]) for i in members}) == 1
 
 
@@ -160,42 +160,42 @@ def test_ddp_buckets_overlap_backward_at_level_2_and_follow_it_at_level_1() -> N
 def test_ranks_beyond_the_cores_slow_down_alike() -> None:
     """Four data-parallel ranks on two cores take twice as long as on four; on eight no less than on four."""
     compute = ((Action(0, F, 0), Action(0, B, 0)),)
-    found = program(compute, dp=4)
-    given_s = durations(found, 1.0, 2.0)
-    node, demand = [0] * len(found.ops), [0.0 if op.communication else 1.0 for op in found.ops]
+    lowered = program(compute, dp=4)
+    given_s = durations(lowered, 1.0, 2.0)
+    node, demand = [0] * len(lowered.ops), [0.0 if op.communication else 1.0 for op in lowered.ops]
     for cores, expected in ((2, 6.0), (4, 3.0), (8, 3.0), (3, 4.0)):
-        assert simulate(found, given_s, CoreUse(cores, node, demand)).step_time_s == pytest.approx(expected)
+        assert simulate(lowered, given_s, CoreUse(cores, node, demand)).step_time_s == pytest.approx(expected)
 
 
 @given(compute_tables(), st.floats(0.0, 0.5))
 def test_enough_cores_are_as_good_as_none_shared(compute: Table, send_s: float) -> None:
-    found = program(compute)
-    given_s = durations(found, 1.0, 2.0, send_s)
-    plenty = CoreUse(1000, [0] * len(found.ops), [1.0] * len(found.ops))
-    shared, alone = simulate(found, given_s, plenty), simulate(found, given_s)
+    lowered = program(compute)
+    given_s = durations(lowered, 1.0, 2.0, send_s)
+    plenty = CoreUse(1000, [0] * len(lowered.ops), [1.0] * len(lowered.ops))
+    shared, alone = simulate(lowered, given_s, plenty), simulate(lowered, given_s)
     assert shared.step_time_s == pytest.approx(alone.step_time_s, rel=1e-9)
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 5])
 def test_communications_of_one_connection_take_turns(num_microbatches: int) -> None:
     """Where computing takes no time, a connection that carries one communication at a time is never free."""
-    found = program(one_f_one_b(PipelineShape(2, num_microbatches)), host_waits=True)
-    given_s = durations(found, 0.0, 0.0, 1.0)
-    free = [0.0] * len(found.ops)
-    turns = [frozenset(op.communication.ranks) if op.communication is not None else None for op in found.ops]
-    both_ways = simulate(found, given_s, CoreUse(1, [0] * len(found.ops), free))
-    in_turn = simulate(found, given_s, CoreUse(1, [0] * len(found.ops), free, turns))
+    lowered = program(one_f_one_b(PipelineShape(2, num_microbatches)), host_waits=True)
+    given_s = durations(lowered, 0.0, 0.0, 1.0)
+    free = [0.0] * len(lowered.ops)
+    turns = [frozenset(op.communication.ranks) if op.communication is not None else None for op in lowered.ops]
+    both_ways = simulate(lowered, given_s, CoreUse(1, [0] * len(lowered.ops), free))
+    in_turn = simulate(lowered, given_s, CoreUse(1, [0] * len(lowered.ops), free, turns))
     assert in_turn.step_time_s == 2 * num_microbatches
     assert both_ways.step_time_s == num_microbatches + 1
 
 
 def test_nothing_of_the_stage_goes_on_before_its_gradients_are_reduced() -> None:
     """DDP's end of backward waits for the buckets: so do the communication of the last microbatch and the optimizer."""
-    found = program(one_f_one_b(PipelineShape(2, 2)), dp=2, level=2)
-    given_s = [5.0 if op.stream is Stream.DATA else 1.0 if op.work else 0.0 for op in found.ops]
-    times = simulate(found, given_s)
-    for rank in found.ranks:
-        of_rank = [(found.ops[i], times.start_s[i], times.end_s[i]) for i in found.by_rank[rank]]
+    lowered = program(one_f_one_b(PipelineShape(2, 2)), dp=2, level=2)
+    given_s = [5.0 if op.stream is Stream.DATA else 1.0 if op.work else 0.0 for op in lowered.ops]
+    times = simulate(lowered, given_s)
+    for rank in lowered.ranks:
+        of_rank = [(lowered.ops[i], times.start_s[i], times.end_s[i]) for i in lowered.by_rank[rank]]
         reduced_s = max(end_s for op, _, end_s in of_rank if op.stream is Stream.DATA)
         later = [start_s for op, start_s, _ in of_rank if str(op.action) in ("1SEND_B1", f"{rank // 2}OPTIM")]
         assert len(later) == (1 if rank < 2 else 2)
@@ -214,30 +214,30 @@ def test_communication_on_the_compute_stream_is_exposed() -> None:
 
 def test_a_communication_uses_cores_on_both_ends() -> None:
     """One send of 1 s between two ranks of one machine, nothing else: two cores are enough for it, one is not."""
-    found = program(gpipe(PipelineShape(2, 1)))
-    given_s = [1.0 if op.action.kind in (ActionKind.SEND_F, ActionKind.RECV_F) else 0.0 for op in found.ops]
-    ones = [1.0] * len(found.ops)
+    lowered = program(gpipe(PipelineShape(2, 1)))
+    given_s = [1.0 if op.action.kind in (ActionKind.SEND_F, ActionKind.RECV_F) else 0.0 for op in lowered.ops]
+    ones = [1.0] * len(lowered.ops)
     for cores, expected in ((2, 1.0), (1, 2.0)):
-        assert simulate(found, given_s, CoreUse(cores, [0] * len(found.ops), ones)).step_time_s == expected
+        assert simulate(lowered, given_s, CoreUse(cores, [0] * len(lowered.ops), ones)).step_time_s == expected
 
 
 def ends(num_cores: int, jobs: list[tuple[float, float, float]]) -> list[float]:
     """End of every (arrival, work, demand)."""
     env = Environment()
     cores = SharedCores(env, num_cores)
-    found = [0.0] * len(jobs)
+    ended = [0.0] * len(jobs)
 
     def job(i: int, arrival: float, work: float, demand: float):  # type: ignore[no-untyped-def]
         yield env.timeout(arrival)
         done = env.event()
         cores.run(done, work, demand)
         yield done
-        found[i] = env.now
+        ended[i] = env.now
 
     for i, (arrival, work, demand) in enumerate(jobs):
         env.process(job(i, arrival, work, demand))
     env.run()
-    return found
+    return ended
 
 
 @pytest.mark.parametrize(

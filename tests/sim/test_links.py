@@ -84,10 +84,10 @@ def test_constant_flow_leaves_the_rest_of_a_link() -> None:
 
 
 def test_equal_transfers_as_one_have_the_rates_of_each() -> None:
-    one, other = usage({0: 1.0, 1: 0.5}, 1.0), usage({0: 1.0, 2: 0.5}, 1.0)
+    first, second = usage({0: 1.0, 1: 0.5}, 1.0), usage({0: 1.0, 2: 0.5}, 1.0)
     third = usage({0: 1.0}, 1.0)
-    apart = ends(use_of([one, other, third]), [0.0, 0.0, 0.5], [1.0] * 3)
-    merged = ends(use_of([together([one, other]), third]), [0.0, 0.5], [1.0] * 2)
+    apart = ends(use_of([first, second, third]), [0.0, 0.0, 0.5], [1.0] * 3)
+    merged = ends(use_of([together([first, second]), third]), [0.0, 0.5], [1.0] * 2)
     assert apart[:2] == pytest.approx([merged[0]] * 2, rel=1e-12)
     assert apart[2] == pytest.approx(merged[1], rel=1e-12)
 
@@ -117,16 +117,16 @@ def test_sharing_never_shortens_and_keeps_every_byte(drawn: list[tuple[dict[int,
 
 def test_links_are_shared_beside_cores() -> None:
     """Two data-parallel ranks compute on one core, and reduce gradients over a link of half the bandwidth they need."""
-    found = lowered(job_of(tiny_model(), {"dp_replicate": 2}, num_microbatches=1), 1)
-    reduces = np.array([op.communication is not None for op in found.ops])
-    seconds = np.where(reduces, 3.0, [float(bool(op.work)) for op in found.ops])
-    cores = CoreUse(1, [0] * len(found), np.where(reduces, 0.0, 1.0).tolist())
-    alone = simulate(found, seconds, cores)
-    leaders = [op for op in np.flatnonzero(reduces) if leaders_of(found)[op] == op]
-    uses = np.full(len(found), -1)
+    reducing = lowered(job_of(tiny_model(), {"dp_replicate": 2}, num_microbatches=1), 1)
+    reduces = np.array([op.communication is not None for op in reducing.ops])
+    seconds = np.where(reduces, 3.0, [float(bool(op.work)) for op in reducing.ops])
+    cores = CoreUse(1, [0] * len(reducing), np.where(reduces, 0.0, 1.0).tolist())
+    alone = simulate(reducing, seconds, cores)
+    leaders = [op for op in np.flatnonzero(reduces) if leaders_of(reducing)[op] == op]
+    uses = np.full(len(reducing), -1)
     uses[leaders] = 0
-    narrow = link_use([usage({0: 4.0}, 2.0, 1.0)], uses, np.arange(len(found)), 1)
-    times = simulate(found, seconds, cores, narrow)
+    narrow = link_use([usage({0: 4.0}, 2.0, 1.0)], uses, np.arange(len(reducing)), 1)
+    times = simulate(reducing, seconds, cores, narrow)
     assert len(leaders) > 0
     assert (times.end_s - times.start_s)[leaders] == pytest.approx(5.0)  # 1 s of latency, and twice 2 s
     assert times.step_time_s == pytest.approx(alone.step_time_s + 2.0 * len(leaders))

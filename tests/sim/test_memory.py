@@ -28,8 +28,8 @@ def test_activations_are_those_of_the_microbatches_in_flight(p: int, m: int) -> 
     buffers."""
     software = SOFTWARE.model_copy(update={"zero_grad_set_to_none": False})  # else all gradients may weigh more
     for schedule, in_flight in ((naive, 1), (gpipe, m), (one_f_one_b, min(p - 1, m))):
-        found = program(schedule(PipelineShape(p, m)), software=software)
-        peak = memory_peak(found, 1)
+        lowered = program(schedule(PipelineShape(p, m)), software=software)
+        peak = memory_peak(lowered, 1)
         assert peak.activations_in_flight == {1: in_flight}
         if p == 2:
             continue
@@ -48,15 +48,15 @@ def _block() -> LayerFootprint:
 
 @given(compute_tables(), st.sampled_from([1, 2]), st.integers(1, 2))
 def test_memory_returns_to_its_base_and_both_levels_agree(compute: Table, level: int, dp: int) -> None:
-    found = program(compute, dp=dp, level=level, layers_per_stage=2)
+    lowered = program(compute, dp=dp, level=level, layers_per_stage=2)
     other = program(compute, dp=dp, level=3 - level, layers_per_stage=2)
-    times = simulate(found, durations(found, 1.0, 2.0, 0.1))
-    for rank in found.ranks:
-        samples = list(memory_trace(found, rank, times))
+    times = simulate(lowered, durations(lowered, 1.0, 2.0, 0.1))
+    for rank in lowered.ranks:
+        samples = list(memory_trace(lowered, rank, times))
         assert samples[0].by_category == samples[-1].by_category
         assert [s.time_s for s in samples] == sorted(s.time_s for s in samples)
-        peak = memory_peak(found, rank)
-        rebuilding = sum(found.persistent_bytes[rank].values()) + found.rebuild_bytes[rank]
+        peak = memory_peak(lowered, rank)
+        rebuilding = sum(lowered.persistent_bytes[rank].values()) + lowered.rebuild_bytes[rank]
         assert peak.total_bytes == max(rebuilding, *(sum(s.by_category.values()) for s in samples))
         assert peak.total_bytes == memory_peak(other, rank).total_bytes
 
@@ -67,8 +67,8 @@ def test_rebuilding_buckets_is_the_peak_when_activations_are_small() -> None:
     Gradients that are views keep the first set.
     """
     changes = {"gradient_as_bucket_view": True, "zero_grad_set_to_none": False}
-    found = program(one_f_one_b(PipelineShape(1, 1)), dp=2, software=SOFTWARE.model_copy(update=changes))
-    peak = memory_peak(found, 0)
+    lowered = program(one_f_one_b(PipelineShape(1, 1)), dp=2, software=SOFTWARE.model_copy(update=changes))
+    peak = memory_peak(lowered, 0)
     parameters = peak.by_category[MemoryCategory.PARAMETERS] // 4
     assert peak.action == ""
     assert peak.total_bytes == 20 * parameters

@@ -54,7 +54,7 @@ def moving(rank: int, start_s: float, end_s: float, stream: Stream = Stream.DATA
 
 
 def test_only_what_computes_beside_communications_of_its_own_rank_counts() -> None:
-    found = seconds(
+    overlapped_s = seconds(
         computing(0, 0.0, 2.0),
         computing(0, 2.0, 5.0, SpanKind.RECOMPUTE),
         computing(0, 5.0, 5.5, SpanKind.HOST),
@@ -68,7 +68,7 @@ def test_only_what_computes_beside_communications_of_its_own_rank_counts() -> No
         (0, Stream.COMPUTE, SpanKind.COMMUNICATION, 0.0, 6.0),
         moving(1, 3.0, 3.0),
     )
-    assert found == pytest.approx([1.0, 2.5, *[0.0] * 10])
+    assert overlapped_s == pytest.approx([1.0, 2.5, *[0.0] * 10])
 
 
 def test_layers_and_exchanges_are_beside_communications_as_if_they_were_one_after_all_of_the_others() -> None:
@@ -81,8 +81,8 @@ def test_layers_and_exchanges_are_beside_communications_as_if_they_were_one_afte
 
 
 def test_the_operation_that_starts_a_communication_does_not_overlap_it() -> None:
-    found = in_one_action([computing(0, 0.0, 2.0), computing(0, 2.0, 8.0), moving(0, 2.0, 5.0)], begins=0)
-    assert found == pytest.approx([0.0, 3.0, 0.0])
+    ops = in_one_action([computing(0, 0.0, 2.0), computing(0, 2.0, 8.0), moving(0, 2.0, 5.0)], begins=0)
+    assert ops == pytest.approx([0.0, 3.0, 0.0])
 
 
 INSTANTS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), max_size=8)

@@ -73,7 +73,7 @@ def test_a_bound_holds_fast_workers_to_the_slowest(compute_s: list[float], bound
 def test_unbounded_workers_take_steps_at_their_own_speed(compute_s: list[float]) -> None:
     """Their updates are as stale as there are others, in the mean: counted pair by pair, rates cancel."""
     times = simulate_workers(unequal(compute_s, 1e-9), 200)
-    assert times.updates_per_s == pytest.approx(sum(1 / each for each in compute_s), rel=1e-6)
+    assert times.updates_per_s == pytest.approx(sum(1 / step_s for step_s in compute_s), rel=1e-6)
     assert times.staleness.mean() == pytest.approx(len(compute_s) - 1, rel=0.03)
 
 
@@ -84,7 +84,7 @@ def simulated_again(
     free_s, version = 0.0, 0
     pulled, ends = [0] * len(compute_s), [0.0] * len(compute_s)
     number, stale, applied = [0] * len(compute_s), list[int](), list[float]()
-    arrivals = [(own[0] + transfer_s, worker) for worker, own in enumerate(compute_s)]
+    arrivals = [(steps_s[0] + transfer_s, worker) for worker, steps_s in enumerate(compute_s)]
     heapq.heapify(arrivals)
     while len(applied) < steps:
         arrived_s, worker = heapq.heappop(arrivals)
@@ -95,8 +95,8 @@ def simulated_again(
         applied.append(free_s)
         number[worker] += 1
         ends[worker] = free_s + transfer_s
-        own = compute_s[worker]
-        heapq.heappush(arrivals, (ends[worker] + own[number[worker] % len(own)] + transfer_s, worker))
+        steps_s = compute_s[worker]
+        heapq.heappush(arrivals, (ends[worker] + steps_s[number[worker] % len(steps_s)] + transfer_s, worker))
     begin = steps // 4
     return (steps - 1 - begin) / (applied[-1] - applied[begin]), float(np.mean(stale[begin:]))
 

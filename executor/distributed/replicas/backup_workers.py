@@ -128,24 +128,24 @@ class FirstReplicas:
     def _sum(self) -> None:
         """All-reduces the bucket over the kept replicas in a ring, and sends the own part of the sum to the others."""
         ring, parts = sorted(self.kept), self._bucket.tensor_split(self._num_kept)
-        size, own = len(ring), ring.index(self._rank)
+        size, place = len(ring), ring.index(self._rank)
         received = torch.empty_like(parts[0])
         for turn in range(size - 1):
-            part = parts[(own - turn - 1) % size]
-            self._pass_on(ring, parts[(own - turn) % size], received[: part.numel()])
+            part = parts[(place - turn - 1) % size]
+            self._pass_on(ring, parts[(place - turn) % size], received[: part.numel()])
             part.add_(received[: part.numel()])
-        summed = _summed(parts, own)
+        summed = _summed(parts, place)
         for rank in self._peers.ranks:
             if rank not in ring:
                 sent = summed.clone()  # the next step overwrites the bucket
                 self._sending[self._step, rank] = self._send(sent, rank), sent
         for turn in range(size - 1):
-            self._pass_on(ring, parts[(own + 1 - turn) % size], parts[(own - turn) % size])
+            self._pass_on(ring, parts[(place + 1 - turn) % size], parts[(place - turn) % size])
 
     def _pass_on(self, ring: Sequence[int], sent: Tensor, received: Tensor) -> None:
         """Sends to the next rank of the ring, and receives from the one before."""
-        own, size = ring.index(self._rank), len(ring)
-        works = self._receive(received, ring[(own - 1) % size]), self._send(sent, ring[(own + 1) % size])
+        place, size = ring.index(self._rank), len(ring)
+        works = self._receive(received, ring[(place - 1) % size]), self._send(sent, ring[(place + 1) % size])
         for work in works:
             work.wait()
 

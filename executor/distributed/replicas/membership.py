@@ -75,7 +75,7 @@ class Meeting:
     def parse(cls, text: bytes) -> Meeting:
         """Reads the text of ``str``."""
         number, *both = json.loads(text)
-        members, joining = ({int(replica): start for replica, start in each.items()} for each in both)
+        members, joining = ({int(replica): start for replica, start in starts.items()} for starts in both)
         return cls(number, members, joining)
 
     def __str__(self) -> str:
@@ -212,7 +212,7 @@ class Membership:
         return meeting
 
     def _decide(self, number: int, key: str, replicas: Sequence[int]) -> None:
-        meeting = Meeting(number, {each: self._expected[each] for each in replicas}, dict(self._waiting()))
+        meeting = Meeting(number, {replica: self._expected[replica] for replica in replicas}, dict(self._waiting()))
         self._store.compare_set(f"{key}/members", "", str(meeting))
 
     def _waiting(self) -> Iterator[tuple[int, int]]:

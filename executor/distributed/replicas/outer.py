@@ -84,7 +84,7 @@ def _fragments(parameters: Sequence[nn.Parameter], num_fragments: int, shards: P
             slices[fragment].append((parameter, first, end))
             first = end
         start += num_elements
-    return [_Fragment(tuple(each), size, like) for each in slices]
+    return [_Fragment(tuple(of_fragment), size, like) for of_fragment in slices]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +159,9 @@ class OuterSteps:
             self._outer, outer.lr, outer.momentum, nesterov=outer.momentum > 0, foreach=False, fused=False
         )
         if outer.momentum:  # zeros become the first gradient
-            self._momenta = [torch.zeros_like(each) for each in self._outer]
-        for each, momentum in zip(self._outer, self._momenta, strict=False):
-            optimizer.state[each]["momentum_buffer"] = momentum
+            self._momenta = [torch.zeros_like(parameters) for parameters in self._outer]
+        for parameters, momentum in zip(self._outer, self._momenta, strict=False):
+            optimizer.state[parameters]["momentum_buffer"] = momentum
         return optimizer
 
     @torch.no_grad()
@@ -193,15 +193,15 @@ class OuterSteps:
 
         Tensors are not copied, so that a checkpoint can be read into them.
         """
-        found = {f"parameters{index}": outer for index, outer in enumerate(self._outer)}
-        found |= {f"momentum{index}": momentum for index, momentum in enumerate(self._momenta)}
+        tensors = {f"parameters{index}": outer for index, outer in enumerate(self._outer)}
+        tensors |= {f"momentum{index}": momentum for index, momentum in enumerate(self._momenta)}
         if self._thread is not None:
             if self._in_flight is None:
                 fragment = self._fragments[0]
                 self._in_flight = _InFlight(0, fragment.like.new_zeros(fragment.num_elements), None)
             self._wait(self._in_flight)
-            found["mean"] = self._in_flight.mean
-        return found
+            tensors["mean"] = self._in_flight.mean
+        return tensors
 
     def resume(self, step: int) -> None:
         """Goes on after a number of steps, whose state was read into ``tensors``."""

@@ -31,10 +31,10 @@ def capture_command(
 ) -> int:
     """``simplan capture``. Functions are imported from the current folder and the environment."""
     seen = _of_images(images, image_size)
-    own = _of_config(source, seq_len) if source.endswith(".json") else _of_code(source, inputs, loss, seen)
-    own |= seen
-    own |= _of_split(tensor_parallel, tp_plan)
-    request = CaptureRequest(**own, name=name or "", folder=str(Path.cwd()))
+    asked = _of_config(source, seq_len) if source.endswith(".json") else _of_code(source, inputs, loss, seen)
+    asked |= seen
+    asked |= _of_split(tensor_parallel, tp_plan)
+    request = CaptureRequest(**asked, name=name or "", folder=str(Path.cwd()))
     write_capture(request, output)
     captured = read_captured(output)
     if as_json:

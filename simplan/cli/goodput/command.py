@@ -19,7 +19,7 @@ from simplan.goodput.result import GoodputResult
 from simplan.io import write_json, write_whole
 from simplan.report.devices import devices_text
 from simplan.report.goodput import goodput_text, goodputs_text
-from simplan.report.run_trace import run_trace
+from simplan.report.trace import run_trace
 from simplan.scenario import CheckResult, Scenario, evaluate
 from simplan.scenario.whole_run.devices import compare_devices
 from simplan.scenario.whole_run.executed import with_measured_recovery
@@ -69,7 +69,7 @@ def goodput_command(
     if options.devices is not None:
         return _compare_devices(request, options, options.devices, calibration_file, as_json=as_json, output=output)
     requests = (request, *(replace(request, source=opened(other), write=None) for other in others))
-    pairs = [_simulated(each, options, calibration_file, several=bool(others)) for each in requests]
+    pairs = [_simulated(asked, options, calibration_file, several=bool(others)) for asked in requests]
     results = [result for _, result in pairs]
     checks = [check for scenario, result in pairs for check in _checks(scenario, result)]
     if options.runs_file is not None:
@@ -161,7 +161,7 @@ def _simulated(
 
 def _checks(scenario: Scenario, result: GoodputResult) -> list[CheckResult]:
     document = {"whole_run": result.to_json()}
-    return [evaluate(each, document) for each in scenario.expect if each.is_of_run]
+    return [evaluate(expectation, document) for expectation in scenario.expect if expectation.is_of_run]
 
 
 def _check_files(options: GoodputOptions, *, has_others: bool) -> None:

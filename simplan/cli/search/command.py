@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from simplan.cli.calibrations import read, refuse_unneeded
-from simplan.cli.terminal.budget import chosen_budget
+from simplan.cli.predict import chosen_budget
 from simplan.cli.terminal.output import emphasize, print_result, say, write_result
 from simplan.cli.terminal.progress import ProgressLine
 from simplan.cli.terminal.scenario_request import ScenarioRequest

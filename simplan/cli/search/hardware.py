@@ -81,7 +81,7 @@ def compare_hardware(
     """
     _check(request, options, calibration_file)
     kinds = read_hardware(texts)
-    scenarios = [_scenario(request, each, options) for each in kinds]
+    scenarios = [_scenario(request, kind, options) for kind in kinds]
     compare = _best_plans if options.largest is None else _largest
     with SearchProgressLine() as watch:
         document, text = compare(kinds, scenarios, options, watch)
@@ -157,7 +157,7 @@ def _best_plans(
         plans[kind.name] = search_plan_words(best.plan, best.software)
     document: dict[str, Any] = compared_predictions(predictions) if predictions else {"predictions": []}
     document |= {"kind": "predictions", "unfit": unfit}
-    rows = [[each["name"], plans[each["name"]]] for each in document["predictions"]]
+    rows = [[predicted["name"], plans[predicted["name"]]] for predicted in document["predictions"]]
     parts = [predictions_text(document), format_table_text(["hardware", "best plan"], rows, indent=0)] if rows else []
     return document, "\n\n".join([*parts, *_unfit_lines(unfit)])
 
@@ -174,7 +174,7 @@ def _why_unfit(scenario: SearchScenario, space: SearchSpace, result: SearchResul
 
 def _unfit_lines(unfit: Sequence[Mapping[str, str]]) -> list[str]:
     """Hardware without a plan, as one paragraph; none if there is no such hardware."""
-    return ["\n".join(f"{each['name']}: {each['why']}" for each in unfit)] if unfit else []
+    return ["\n".join(f"{kind['name']}: {kind['why']}" for kind in unfit)] if unfit else []
 
 
 def _largest(
@@ -193,12 +193,12 @@ def _largest(
     document = {
         "schema_version": 1,
         "kind": "largest_by_hardware",
-        "largest": [{"name": name, **one.to_json()} for name, one in fitting],
+        "largest": [{"name": name, **result.to_json()} for name, result in fitting],
         "unfit": unfit,
     }
     rows = [
-        [name, f"{one.value:,}", listed(one.failing[:1]), search_plan_words(one.plan, one.software)]
-        for name, one in fitting
+        [name, f"{result.value:,}", listed(result.failing[:1]), search_plan_words(result.plan, result.software)]
+        for name, result in fitting
     ]
     table = format_table_text(["hardware", f"largest {options.largest}", "does not fit", "plan"], rows, indent=0)
     return document, "\n\n".join([*([table] if rows else []), *_unfit_lines(unfit)])

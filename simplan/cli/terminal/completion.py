@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import typer
+
+if TYPE_CHECKING:
+    from simplan.catalog import Kind
 
 _SUFFIXES = (".yaml", ".yml")
 
 
 def _begun(names: Iterable[str], incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
+
+
+def _of_catalog(kind: Kind) -> Callable[[str], list[str]]:
+    """Completion of the entries of a kind."""
+
+    def names(incomplete: str) -> list[str]:
+        from simplan import catalog
+
+        return _begun(catalog.names(kind), incomplete)
+
+    return names
+
+
+models, clusters, devices = _of_catalog("models"), _of_catalog("clusters"), _of_catalog("devices")
+software, reliability = _of_catalog("software"), _of_catalog("reliability")
+
+
+def _choices(module: str, name: str) -> Callable[[str], list[str]]:
+    """Completion of the values of a ``Literal``."""
+    return lambda incomplete: _begun(get_args(getattr(import_module(module), name)), incomplete)
+
+
+precisions, recomputations = _choices("simplan.training", "Precision"), _choices("simplan.plan.plan", "Recompute")
 
 
 def scenarios(incomplete: str) -> list[str]:
@@ -38,46 +65,11 @@ def _files(incomplete: str) -> Iterator[str]:
             yield f"{base}{entry.name}"
 
 
-def clusters(incomplete: str) -> list[str]:
-    """Cluster presets."""
-    from simplan import catalog
-
-    return _begun(catalog.names("clusters"), incomplete)
-
-
-def devices(incomplete: str) -> list[str]:
-    """Devices of the catalog."""
-    from simplan import catalog
-
-    return _begun(catalog.names("devices"), incomplete)
-
-
-def software(incomplete: str) -> list[str]:
-    """Framework profiles."""
-    from simplan import catalog
-
-    return _begun(catalog.names("software"), incomplete)
-
-
-def models(incomplete: str) -> list[str]:
-    """Models of the catalog."""
-    from simplan import catalog
-
-    return _begun(catalog.names("models"), incomplete)
-
-
-def reliability(incomplete: str) -> list[str]:
-    """Presets of published failure rates."""
-    from simplan import catalog
-
-    return _begun(catalog.names("reliability"), incomplete)
-
-
 def formats(incomplete: str) -> list[str]:
     """Formats of frameworks' files that are read."""
     from simplan.interop.formats import formats as known
 
-    return _begun((name for name, each in known().items() if each.read is not None), incomplete)
+    return _begun((name for name, file_format in known().items() if file_format.read is not None), incomplete)
 
 
 def targets(incomplete: str) -> list[str]:
@@ -92,24 +84,6 @@ def schedules(incomplete: str) -> list[str]:
     from simplan.plan.schedules import SCHEDULE_FACTS, installed_schedules
 
     return _begun([*SCHEDULE_FACTS, *installed_schedules()], incomplete)
-
-
-def precisions(incomplete: str) -> list[str]:
-    """Precisions of training."""
-    from typing import get_args
-
-    from simplan.training import Precision
-
-    return _begun(get_args(Precision), incomplete)
-
-
-def recomputations(incomplete: str) -> list[str]:
-    """Modes of activation recomputation."""
-    from typing import get_args
-
-    from simplan.plan.plan import Recompute
-
-    return _begun(get_args(Recompute), incomplete)
 
 
 def keys(incomplete: str) -> list[str]:

@@ -1,8 +1,9 @@
-"""Definitions of the terms in reports, as printed by ``simplan show metrics``."""
+"""Terms in reports, sections of a scenario and keys of ``expect:``, as printed by ``simplan show``."""
 
 from __future__ import annotations
 
 from simplan.scenario import METRICS
+from simplan.scenario.expectation import Expectation
 
 _REPORTED = {
     "split: compute": "forward and backward on a rank's compute stream",
@@ -33,3 +34,58 @@ def definitions() -> list[dict[str, str]]:
     ]
     words = [{"name": name, "unit": "", "definition": text, "expect": ""} for name, text in _REPORTED.items()]
     return metrics + words
+
+
+MINIMAL_SCENARIO = """\
+model: {preset: llama3-8b}
+cluster: {preset: dgx-h100}
+training: {global_batch_size: 16}
+plan: {dp_shard: 8, recompute: full}"""
+"""Complete scenario without optional sections, as a file."""
+
+_SECTIONS = {
+    "name": ("the file's name", "title of reports", ""),
+    "model": ("required", "preset, config.json of Hugging Face, or sizes", "simplan show model, models"),
+    "cluster": ("required", "devices, nodes and links", "simplan show cluster, clusters, devices, links, topologies"),
+    "training": ("required", "batch, precision, optimizer and task", "simplan show training"),
+    "software": ("torch", "framework profile: a name, or a mapping of preset and options", "simplan show software"),
+    "plan": ("required without search", "one parallel plan", "simplan show plan"),
+    "search": ("required without plan", "ranges of plans for simplan search; {} for all", "simplan show search-space"),
+    "expect": ("none", "expectations for simplan check, with plan only", "simplan show expect"),
+    "measured": ("none", "figures of a run, for simplan accuracy", "simplan show measured"),
+    "run": ("none", "length of the whole run", "simplan show run"),
+    "reliability": ("none", "failures, and how they are noticed", "simplan show run, reliability"),
+    "checkpoint": ("none", "when checkpoints are written, and how long that takes", "simplan show run"),
+    "recovery": ("none", "from a failure until training goes on: restart, spares, repair", "simplan show run"),
+    "spot": ("none", "nodes that their provider takes back", "simplan show run, reliability"),
+    "evaluation": ("none", "pauses for evaluations", "simplan show run"),
+    "price": ("none", "price of devices on demand, spot and spare", "simplan show run"),
+    "power": ("none", "power of devices, and emissions", "simplan show run"),
+}
+_OPERATORS = {
+    "metric": "one of the metrics below; required",
+    "value": "required value: a number, or true or false for fits and host_fits",
+    "min": "lower bound, inclusive; instead of value",
+    "max": "upper bound, inclusive; instead of value",
+    "rel_tol": "allowed deviation from value, excess over max or shortfall from min, as a fraction of it",
+    "abs_tol": "the same in the unit of the metric; with both, the larger counts",
+    "why": "source of the expectation, printed if it fails",
+}
+
+
+def scenario_sections() -> list[dict[str, str]]:
+    """Every section of a scenario file, with its default and the command that lists its keys."""
+    return [
+        {"name": name, "default": default, "what for": about, "more": more}
+        for name, (default, about, more) in _SECTIONS.items()
+    ]
+
+
+def expectation_fields() -> list[dict[str, str]]:
+    """Every key of an entry of ``expect:``, then every metric with its unit."""
+    keys = [{"name": key, "kind": "key", "unit": "", "what for": _OPERATORS[key]} for key in Expectation.model_fields]
+    metrics = [
+        {"name": name, "kind": "metric", "unit": metric.unit, "what for": metric.definition}
+        for name, metric in METRICS.items()
+    ]
+    return [*keys, *metrics]

@@ -7,7 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from simplan.cli.terminal.output import coloured, print_result
+from simplan.cli.terminal.output import coloured
 from simplan.errors import Problem, SpecError
 from simplan.program.action import ActionKind
 from simplan.report.drawings.drawing import Box, PipelineDrawing
@@ -25,10 +25,10 @@ _COLOURS = {
 }
 
 
-def print_drawing(drawing: PipelineDrawing, width: int | None) -> None:
-    """Prints the drawing at a width or at the terminal's; in color on a terminal unless NO_COLOR is set."""
-    paint = _coloured if _on_terminal() and not os.environ.get("NO_COLOR") else _plain
-    print_result(drawing_text(drawing, width or terminal_width(), paint))
+def colored_drawing(drawing: PipelineDrawing, width: int | None) -> str:
+    """The drawing at a width or at the terminal's; in color on a terminal unless NO_COLOR is set."""
+    in_color = _on_terminal() and not os.environ.get("NO_COLOR")
+    return drawing_text(drawing, width or terminal_width(), *[_coloured] * in_color)
 
 
 def terminal_width() -> int:
@@ -54,7 +54,3 @@ def refuse_other_suffix(file: Path, option: str = "--output") -> None:
 
 def _coloured(text: str, box: Box) -> str:
     return coloured(text, _COLOURS[box.action.kind])
-
-
-def _plain(text: str, box: Box) -> str:
-    return text

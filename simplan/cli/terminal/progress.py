@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from simplan.cli.terminal.output import say
 from simplan.wording import visible
@@ -74,3 +75,13 @@ class ProgressLine:
         if quarter > self._quarter:
             self._quarter = quarter
             say(f"{self._title}: {done} of {of}")
+
+
+def show_event(event: Mapping[str, Any], progress: ProgressLine) -> None:
+    """Shows an event of the executor: a note, a step of a run, or a part of a calibration."""
+    if event["event"] == "note":
+        say(f"note: {event['text']}")
+    elif "step" in event:
+        progress.update(event["step"], event["of"], f"step {event['step']} of {event['of']}")
+    else:
+        progress.update(event["done"], event["of"], event.get("what", ""))

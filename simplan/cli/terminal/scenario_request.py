@@ -40,8 +40,8 @@ def _devices(text: str | int) -> int | str:
     from simplan.catalog.spelling import NamedNodes, find_nodes
 
     name = str(text)
-    found = find_nodes(name)
-    if any(map(str.isalpha, name)) and (isinstance(found, NamedNodes) or found.candidates):
+    nodes = find_nodes(name)
+    if any(map(str.isalpha, name)) and (isinstance(nodes, NamedNodes) or nodes.candidates):
         return name  # one of several is refused where clusters are read
     return whole_number_of(text, 'or number and kind, e.g. "8x A100 80GB"')
 
@@ -232,8 +232,10 @@ class ScenarioRequest:
         from simplan.scenario.names import model_named, overrides_with_catalog_names
 
         order = {override.key: place for place, override in enumerate(_ALL)}
-        found = overrides_with_catalog_names(self.overrides)
-        overrides = {key: found[key] for key in sorted(found, key=lambda key: order.get(key, len(order)))}
+        named_overrides = overrides_with_catalog_names(self.overrides)
+        overrides = {
+            key: named_overrides[key] for key in sorted(named_overrides, key=lambda key: order.get(key, len(order)))
+        }
         source = self.source if self.source.exists() else Path(model_named(str(self.source)) or self.source)
         return replace(self, source=source, overrides=overrides, names=self._names_of(overrides))
 
@@ -406,8 +408,8 @@ def takes_scenario(
 
         @wraps(command)
         def with_request(**arguments: Any) -> int:
-            given = {parameter.name: arguments.pop(parameter.name) for parameter in added}
-            request = _request(arguments.pop(first.name), given)
+            values = {parameter.name: arguments.pop(parameter.name) for parameter in added}
+            request = _request(arguments.pop(first.name), values)
             return command(request, **arguments)
 
         default = inspect.Parameter.empty if required else NO_SCENARIO
@@ -466,7 +468,9 @@ def usage_error(error: Any) -> str:
     key, comma, _ = where_keys_belong("", searches=False).get(word, "").partition(",")
     key = _NUM_MICROBATCHES if comma else key
     known = {name for param in error.ctx.command.params for name in param.opts} if getattr(error, "ctx", None) else ()
-    option = next((each.names[0] for each in _ALL if each.key == key and each.names[0] in known), "--set")
+    option = next(
+        (override.names[0] for override in _ALL if override.key == key and override.names[0] in known), "--set"
+    )
     near = error.possibilities or () if key else ()
     if not key or ":" in key or option not in known or (option in near and len(near) <= _FEW):
         return str(error.format_message())
@@ -478,17 +482,17 @@ def _keyword(name: str, annotation: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def _request(source: Path, given: Mapping[str, Any]) -> ScenarioRequest:
+def _request(source: Path, values: Mapping[str, Any]) -> ScenarioRequest:
     """Request of SCENARIO and the values of its options, None for options that are not given."""
-    overrides, names = overrides_of(given)
-    return ScenarioRequest(source, overrides, names, given.get("write_scenario"), given.get("from_format"))
+    overrides, names = overrides_of(values)
+    return ScenarioRequest(source, overrides, names, values.get("write_scenario"), values.get("from_format"))
 
 
-def overrides_of(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+def overrides_of(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Overrides by key, and their names in errors.
 
     Args:
-        given: Name of a parameter -> value of its option, None if not given.
+        values: Name of a parameter -> value of its option, None if not given.
 
     Raises:
         SpecError: ``--set`` is no KEY=VALUE, or a key is given twice.
@@ -496,7 +500,7 @@ def overrides_of(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
     overrides: dict[str, Any] = {}
     names: dict[str, str] = {}
     for override in _ALL:
-        value = given.get(override.parameter.name)
+        value = values.get(override.parameter.name)
         if value is not None:
             key = override.key
             if key == "model.preset" and Path(value).exists():
@@ -511,7 +515,7 @@ def overrides_of(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
             whole = isinstance(value, float) and value.is_integer()
             overrides[key] = int(value) if whole else value
             names.setdefault(key, override.names[0])
-    for text in given.get("set") or ():
+    for text in values.get("set") or ():
         key, value = _key_and_value(text)
         if key in overrides:
             twice = names[key] if names[key] != key else "--set"

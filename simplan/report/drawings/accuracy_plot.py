@@ -80,9 +80,11 @@ def accuracy_plot(result: Accuracy) -> AccuracyPlot | None:
     figures = result.by_file
     for file, name in result.names.items():
         points = tuple(
-            PlotPoint(one.run.id, one.run.measured.step_time_s, one.predicted.step_time_s, one.in_interval)
-            for one in result.of_file(file)
-            if one.predicted is not None and one.run.measured.step_time_s is not None
+            PlotPoint(
+                outcome.run.id, outcome.run.measured.step_time_s, outcome.predicted.step_time_s, outcome.in_interval
+            )
+            for outcome in result.of_file(file)
+            if outcome.predicted is not None and outcome.run.measured.step_time_s is not None
         )
         if points:
             panels.append(Panel(name, figures[file].step_time, points))
@@ -99,8 +101,8 @@ def time_ticks(first_s: float, last_s: float) -> tuple[float, ...]:
     """
     powers = range(math.floor(math.log10(first_s)), math.ceil(math.log10(last_s)) + 1)
     for factors in ((1,), (1, 2, 5)):
-        found = tuple(float(f"{factor}e{power}") for power in powers for factor in factors)
-        found = tuple(time_s for time_s in found if first_s <= time_s <= last_s)
-        if len(found) >= 3:
+        ticks_s = tuple(float(f"{factor}e{power}") for power in powers for factor in factors)
+        ticks_s = tuple(time_s for time_s in ticks_s if first_s <= time_s <= last_s)
+        if len(ticks_s) >= 3:
             break
-    return found
+    return ticks_s

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 from simplan.report.drawings.accuracy_plot import ERRORS, AccuracyPlot, Panel, PlotPoint, time_ticks
 from simplan.report.drawings.drawing import clean
-from simplan.report.drawings.svg import PAPER, SOFT, Element, line, night_style, picture, rect, text, written
+from simplan.report.drawings.svg import GRID, SOFT, Element, line, page, rect, soft, text, written
 from simplan.units import counted, format_percent, format_time
 
 COLOURS = (
@@ -16,7 +16,7 @@ COLOURS = (
 )  # fmt: skip
 """Colors of the files, in turn: legible on white and on black backgrounds."""
 
-_GRID, _BAND, _BAND_OPACITY = "#d3d8de", "#000000", "0.1"
+_BAND, _BAND_OPACITY = "#000000", "0.1"
 _WITHIN = 0.1  # the band around no error
 _TITLE = "Predicted and measured step times"
 _WIDTH, _LEFT, _RIGHT, _GAP = 960, 72, 14, 16
@@ -32,14 +32,9 @@ def accuracy_svg(plot: AccuracyPlot) -> str:
     columns = min(_COLUMNS, len(plot.panels))
     bottom = _TOP + _DISTANCE * math.ceil(len(plot.panels) / columns)
     height = bottom + 64
-    root = picture(_TITLE, _WIDTH, height)
-    root.append(night_style())
-    root.append(rect(0, 0, _WIDTH, height, PAPER, css="paper"))
-    root.append(text(_LEFT, 24, _TITLE, size=16, bold=True, css="ink"))
-    for number, words in enumerate(plot.heading.splitlines()):
-        root.append(_soft(_LEFT, 43 + 16 * number, words))
+    root = page(_TITLE, _WIDTH, height, *plot.heading.splitlines(), left=_LEFT)
     side = Element("g", {"transform": f"rotate(-90) translate({-(_TOP + bottom) / 2:g} 16)"})
-    side.append(_soft(0, 0, "error of the prediction, logarithmic", anchor="middle"))
+    side.append(soft(0, 0, "error of the prediction, logarithmic", anchor="middle"))
     root.append(side)
     for number, panel in enumerate(plot.panels):
         row, column = divmod(number, columns)
@@ -47,7 +42,7 @@ def accuracy_svg(plot: AccuracyPlot) -> str:
         is_lowest = number + columns >= len(plot.panels)
         root.extend(frame.axes(is_first=column == 0, is_lowest=is_lowest))
         root.append(frame.group(panel, COLOURS[number % len(COLOURS)]))
-    root.append(_soft((_LEFT + _WIDTH - _RIGHT) / 2, bottom + 26, "measured step time, logarithmic", anchor="middle"))
+    root.append(soft((_LEFT + _WIDTH - _RIGHT) / 2, bottom + 26, "measured step time, logarithmic", anchor="middle"))
     root.extend(_legend(plot, bottom + 48))
     return written(root)
 
@@ -76,27 +71,26 @@ class _Frame:
         parts = [_band(self.left, high, self.width, low - high)]
         for error in ERRORS[self.limit]:
             y = self.y(1 + error)
-            colour, css = (_GRID, "grid") if error else (SOFT, "soft")
-            parts.append(line(self.left, y, right, y, colour, css=css))
+            parts.append(line(self.left, y, right, y, GRID if error else SOFT))
             if is_first:
-                parts.append(_soft(self.left - 6, y + 4, f"{100 * error:+.0f} %" if error else "0", anchor="end"))
+                parts.append(soft(self.left - 6, y + 4, f"{100 * error:+.0f} %" if error else "0", anchor="end"))
         for time_s in time_ticks(*self._plot.times_s):
             x = self.x(time_s)
-            parts.append(line(x, self.top, x, bottom, _GRID, css="grid"))
+            parts.append(line(x, self.top, x, bottom, GRID))
             if is_lowest:
                 words = f"{time_s:g} s"
                 half = len(words) * _DIGIT_PX / 2
                 middle = min(max(x, self.left + half), right - half)
-                parts.append(_soft(middle, bottom + 15, words, anchor="middle"))
-        parts.append(rect(self.left, self.top, self.width, _HEIGHT, "none", stroke=_GRID, css="grid"))
+                parts.append(soft(middle, bottom + 15, words, anchor="middle"))
+        parts.append(rect(self.left, self.top, self.width, _HEIGHT, "none", stroke=GRID))
         return parts
 
     def group(self, panel: Panel, colour: str) -> Element:
         """Name, figures and runs of a file."""
         group = Element("g", {"class": "panel"})
         name = _clipped(panel.name, self.width)
-        group.append(text(self.left, self.top - 22, name, size=13, bold=True, css="ink"))
-        group.append(_soft(self.left, self.top - 7, _caption(panel)))
+        group.append(text(self.left, self.top - 22, name, size=13, bold=True))
+        group.append(soft(self.left, self.top - 7, _caption(panel)))
         group.extend(self._mark(point, colour) for point in panel.points)
         return group
 
@@ -153,20 +147,17 @@ def _legend(plot: AccuracyPlot, top: float) -> list[Element]:
     for mark, words in entries:
         group = Element("g", {"transform": f"translate({left:g} {top:g})"})
         group.append(mark)
-        group.append(_soft(18, 0, words))
+        group.append(soft(18, 0, words))
         parts.append(group)
         left += 18 + 5.8 * len(words) + 26
     return parts
 
 
 def _band(x: float, y: float, width: float, height: float) -> Element:
-    element = rect(x, y, width, height, _BAND, css="band")
+    element = rect(x, y, width, height, _BAND)
+    element.set("class", "band")
     element.set("fill-opacity", _BAND_OPACITY)
     return element
-
-
-def _soft(x: float, y: float, words: str, *, anchor: str = "start") -> Element:
-    return text(x, y, words, size=12, colour=SOFT, anchor=anchor, css="soft")
 
 
 def _clipped(name: str, width: float) -> str:

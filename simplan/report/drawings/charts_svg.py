@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from xml.etree import ElementTree
 
 from simplan.explain.charts import Bars, Curve, CurveAxis, Curves, DegreeMap
 from simplan.report.drawings.accuracy_svg import COLOURS
 from simplan.report.drawings.drawing import clean
-from simplan.report.drawings.drawing_svg import ink_on
-from simplan.report.drawings.svg import PAPER, SOFT, Element, line, night_style, picture, rect, shade, text, written
+from simplan.report.drawings.svg import (
+    GRID,
+    LANE,
+    PAPER,
+    SOFT,
+    Element,
+    legend,
+    line,
+    page,
+    rect,
+    shade,
+    soft,
+    text,
+    written,
+)
 from simplan.units import format_percent, format_rate, format_span, format_time, format_value
 
-_WIDTH, _MARGIN = 720, 16
-_GRID, _EMPTY = "#d3d8de", "#eef0f3"
+CHART_WIDTH, _MARGIN = 720, 16
 _SIZE, _LETTER_PX = 13, 7.3  # of texts, and a mean width of their letters
 _BAR, _ROW = 22, 32
 _CELL = 46
+_soft = partial(soft, size=_SIZE)
 _CURVES_HEIGHT = 300
 _MOST_TICKS = 7
 
@@ -25,17 +39,17 @@ _MOST_TICKS = 7
 def bars_svg(chart: Bars) -> str:
     """Horizontal stacked bars as an SVG document, 720 px wide, with their sums at the right."""
     left = _MARGIN + 12 + _LETTER_PX * max(len(bar.label) for bar in chart.bars)
-    width = _WIDTH - left - 84
+    width = CHART_WIDTH - left - 84
     most = max(*(bar.size for bar in chart.bars), chart.limit[0] if chart.limit else 0.0)
     top = 64 if chart.limit else 48
     bottom = top + _ROW * len(chart.bars)
     used = [name for name in chart.names if any(bar.parts.get(name, 0) > 0.002 * most for bar in chart.bars)]
     colours = dict(zip(chart.names, _cycled(len(chart.names)), strict=True))
-    legend, height = _legend([(colours[name], name) for name in used], bottom + 24)
-    root = _paper(chart.title, height)
+    squares, end = legend([(colours[name], name) for name in used], _MARGIN, bottom + 24, CHART_WIDTH, size=_SIZE)
+    root = page(clean(chart.title), CHART_WIDTH, end + 16)
     for row, bar in enumerate(chart.bars):
         place, start = top + _ROW * row, left
-        root.append(text(left - 10, place + 16, bar.label, size=_SIZE, anchor="end", css="ink"))
+        root.append(text(left - 10, place + 16, bar.label, size=_SIZE, anchor="end"))
         for name in chart.names:
             size = bar.parts.get(name, 0.0)
             if size > 0:
@@ -46,41 +60,41 @@ def bars_svg(chart: Bars) -> str:
                 start += width * size / most
     if chart.limit:
         x = left + width * chart.limit[0] / most
-        mark = line(x, top - 6, x, bottom - 4, SOFT, css="soft")
+        mark = line(x, top - 6, x, bottom - 4, SOFT)
         mark.set("stroke-width", "1.5")
         mark.set("stroke-dasharray", "5 4")
         words = f"{chart.limit[1]}, {format_value(chart.limit[0], chart.unit)}"
-        anchor = "end" if x > _WIDTH / 2 else "start"
+        anchor = "end" if x > CHART_WIDTH / 2 else "start"
         root.extend([mark, _soft(x, top - 10, words, anchor=anchor)])
     for row, bar in enumerate(chart.bars):
         words, start = format_value(bar.size, chart.unit), left + width * bar.size / most
-        root.append(rect(start + 4, top + _ROW * row + 2, _LETTER_PX * len(words) + 4, _BAR - 4, PAPER, css="paper"))
+        root.append(rect(start + 4, top + _ROW * row + 2, _LETTER_PX * len(words) + 4, _BAR - 4, PAPER))
         root.append(_soft(start + 8, top + _ROW * row + 16, words))
-    root.extend(legend)
+    root.extend(squares)
     return written(root)
 
 
 def degree_map_svg(chart: DegreeMap) -> str:
     """The map as an SVG document, 720 px wide, a darker cell for a larger fraction."""
     left, top = 84.0, 78.0
-    width = (_WIDTH - left - _MARGIN) / len(chart.columns)
+    width = (CHART_WIDTH - left - _MARGIN) / len(chart.columns)
     fractions = [cell.fraction for cell in chart.cells.values() if cell.fraction is not None]
     most, least = max(fractions, default=1.0), min(fractions, default=0.0)
-    root = _paper(chart.title, top + _CELL * len(chart.rows) + 20)
+    root = page(clean(chart.title), CHART_WIDTH, top + _CELL * len(chart.rows) + 20)
     root.append(_soft(left - 10, top - 8, f"{chart.row_name} \\ {chart.column_name}", anchor="end"))
     for number, column in enumerate(chart.columns):
         words = f"{chart.column_name} {column}"
-        root.append(text(left + width * (number + 0.5), top - 8, words, size=_SIZE, anchor="middle", css="ink"))
+        root.append(text(left + width * (number + 0.5), top - 8, words, size=_SIZE, anchor="middle"))
     for row_number, row in enumerate(chart.rows):
         y = top + _CELL * row_number
         words = f"{chart.row_name} {row}"
-        root.append(text(left - 10, y + _CELL / 2 + 5, words, size=_SIZE, anchor="end", css="ink"))
+        root.append(text(left - 10, y + _CELL / 2 + 5, words, size=_SIZE, anchor="end"))
         for number, column in enumerate(chart.columns):
             cell = chart.cells[row, column]
             place = left + width * number + 1, y + 1, width - 2, _CELL - 2
             middle = left + width * (number + 0.5), y + _CELL / 2 + 5
             if cell.fraction is None:
-                root.append(rect(*place, _EMPTY, css="node"))
+                root.append(rect(*place, LANE))
                 root.append(_soft(*middle, cell.words, anchor="middle"))
                 continue
             share = (cell.fraction - least) / (most - least) if most > least else 1.0
@@ -88,24 +102,27 @@ def degree_map_svg(chart: DegreeMap) -> str:
             root.append(rect(*place, fill))
             is_best = cell.fraction == most
             words = format_percent(cell.fraction)
-            root.append(text(*middle, words, size=15, colour=ink_on(fill), anchor="middle", bold=is_best))
+            root.append(text(*middle, words, size=15, on=fill, anchor="middle", bold=is_best))
     return written(root)
 
 
 def curves_svg(chart: Curves) -> str:
     """Curves as an SVG document, 720 px wide, with their names below the axis."""
-    colours = _cycled(len(chart.curves))
-    frame = _Frame(chart)
-    has_legend = len(chart.curves) > 1
-    entries = [(colour, curve.name) for colour, curve in zip(colours, chart.curves, strict=True)]
-    legend, height = _legend(entries if has_legend else [], frame.bottom + 68)
-    root = _paper(chart.title, height)
-    root.append(_soft(_MARGIN, 46, chart.note))
-    root.extend(frame.axes())
-    for curve, colour in zip(chart.curves, colours, strict=True):
-        root.append(frame.curve(curve, colour))
-    root.extend(legend)
+    parts, height = curve_parts(chart)
+    root = page(clean(chart.title), CHART_WIDTH, height, chart.note, size=_SIZE)
+    root.extend(parts)
     return written(root)
+
+
+def curve_parts(chart: Curves) -> tuple[list[Element], float]:
+    """Axes and curves from 60 px below the top on, with the names of several curves below; and the height of all."""
+    colours, frame = _cycled(len(chart.curves)), _Frame(chart)
+    curves = [frame.curve(curve, colour) for curve, colour in zip(chart.curves, colours, strict=True)]
+    if len(curves) < 2:
+        return [*frame.axes(), *curves], frame.bottom + 68
+    entries = [(colour, curve.name) for colour, curve in zip(colours, chart.curves, strict=True)]
+    names, end = legend(entries, _MARGIN, frame.bottom + 68, CHART_WIDTH, size=_SIZE)
+    return [*frame.axes(), *curves, *names], end + 16
 
 
 class _Frame:
@@ -122,7 +139,7 @@ class _Frame:
         self._ticks = ticks_of(y, self._low, self._high)
         letters = max((len(_words(y.unit, tick)) for tick in self._ticks), default=4)
         self.left, self.top = _MARGIN + 14 + _LETTER_PX * letters, 84.0
-        self.width = _WIDTH - self.left - 34
+        self.width = CHART_WIDTH - self.left - 34
         self.bottom = self.top + _CURVES_HEIGHT
 
     def x(self, value: float) -> float:
@@ -133,18 +150,18 @@ class _Frame:
         return self.bottom - _CURVES_HEIGHT * _share(self._chart.y, value, self._low, self._high)
 
     def axes(self) -> Iterable[Element]:
-        yield rect(self.left, self.top, self.width, _CURVES_HEIGHT, "none", stroke=_GRID, css="grid")
+        yield rect(self.left, self.top, self.width, _CURVES_HEIGHT, "none", stroke=GRID)
         for value in ticks_of(self._chart.x, self._xs[0], self._xs[-1]):
             x = self.x(value)
-            yield line(x, self.top, x, self.bottom, _GRID, css="grid")
+            yield line(x, self.top, x, self.bottom, GRID)
             yield _soft(x, self.bottom + 18, _words(self._chart.x.unit, value), anchor="middle")
         for value in self._ticks:
             y = self.y(value)
-            yield line(self.left, y, self.left + self.width, y, _GRID, css="grid")
+            yield line(self.left, y, self.left + self.width, y, GRID)
             yield _soft(self.left - 8, y + 4, _words(self._chart.y.unit, value), anchor="end")
-        yield text(self.left, self.top - 10, self._chart.y.name, size=_SIZE, css="ink")
+        yield text(self.left, self.top - 10, self._chart.y.name, size=_SIZE)
         middle = self.left + self.width / 2
-        yield text(middle, self.bottom + 40, self._chart.x.name, size=_SIZE, anchor="middle", css="ink")
+        yield text(middle, self.bottom + 40, self._chart.x.name, size=_SIZE, anchor="middle")
 
     def curve(self, curve: Curve, colour: str) -> Element:
         """The line of a curve, with a dot for every point."""
@@ -177,8 +194,8 @@ def ticks_of(axis: CurveAxis, first: float, last: float) -> list[float]:
             [float(f"{factor:g}e{power}") for power in powers for factor in factors]
             for factors in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 5), (1,))
         ]
-        found = [[value for value in values if first <= value <= last] for values in candidates]
-        return next((values for values in found if len(values) <= _MOST_TICKS), found[-1])
+        in_range = [[value for value in values if first <= value <= last] for values in candidates]
+        return next((values for values in in_range if len(values) <= _MOST_TICKS), in_range[-1])
     power = 10.0 ** math.floor(math.log10((last - first) / _MOST_TICKS))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power * _MOST_TICKS >= last - first)
     start = math.ceil(first / step - 1e-9)
@@ -207,29 +224,3 @@ def _words(unit: str, value: float) -> str:
 
 def _cycled(number: int) -> list[str]:
     return [COLOURS[place % len(COLOURS)] for place in range(number)]
-
-
-def _legend(entries: Sequence[tuple[str, str]], top: float) -> tuple[list[Element], float]:
-    """Swatches with names, wrapped to the width; and the height of the picture."""
-    parts: list[Element] = []
-    left, y = float(_MARGIN), top
-    for colour, name in entries:
-        width = 22 + _LETTER_PX * len(name) + 18
-        if left + width > _WIDTH and left > _MARGIN:
-            left, y = float(_MARGIN), y + 22
-        parts.append(rect(left, y - 10, 14, 12, colour))
-        parts.append(text(left + 20, y + 1, name, size=_SIZE, css="ink"))
-        left += width
-    return parts, (y + 16 if entries else top)
-
-
-def _paper(title: str, height: float) -> Element:
-    root = picture(clean(title), _WIDTH, height)
-    root.append(night_style())
-    root.append(rect(0, 0, _WIDTH, height, PAPER, css="paper"))
-    root.append(text(_MARGIN, 26, clean(title), size=16, bold=True, css="ink"))
-    return root
-
-
-def _soft(x: float, y: float, words: str, *, anchor: str = "start") -> Element:
-    return text(x, y, words, size=_SIZE, colour=SOFT, anchor=anchor, css="soft")

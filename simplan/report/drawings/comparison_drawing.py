@@ -65,7 +65,7 @@ def draw_comparison(prediction: Mapping[str, Any], measurement: Measurement) -> 
     """
     predicted, measured = predicted_timeline(prediction), measured_timeline(measurement)
     activities = predicted_activity(predicted), measured_activity(measurement)
-    computing = [{span.rank for span in each.spans if span.kind in COMPUTING} for each in (predicted, measured)]
+    computing = [{span.rank for span in side.spans if span.kind in COMPUTING} for side in (predicted, measured)]
     both = sorted(activities[0].keys() & activities[1].keys() & computing[0] & computing[1])
     if not both:
         raise SpecError(Problem(field="timeline", rule="has no rank with computation in prediction and measurement"))

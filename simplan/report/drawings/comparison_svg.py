@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 from simplan.program.action import ActionKind
 from simplan.report.drawings.comparison_drawing import ComparedRow, ComparisonDrawing
 from simplan.report.drawings.drawing import WORDS, Box, clean
-from simplan.report.drawings.drawing_svg import COLOURS, LANE, fill_of, ink_on, time_axis
-from simplan.report.drawings.svg import DARK, PAPER, SOFT, Element, line, night_style, picture, rect, text, written
+from simplan.report.drawings.drawing_svg import COLOURS, fill_of, time_axis
+from simplan.report.drawings.svg import DARK, LANE, PAPER, SOFT, Element, legend, line, page, rect, soft, text, written
 from simplan.units import format_time
 from simplan.validate.activity import ActivityShare, Piece
 
@@ -17,7 +17,7 @@ _WIDTH, _LEFT, _RIGHT, _TOP = 1200, 132, 84, 76
 _LANE_HEIGHT, _PAIR_DISTANCE = 26, 66
 _STRIPE_HEIGHT = 8
 _STRIPES = {ActivityShare.EXPOSED_COMMUNICATION: "#8e44ad", ActivityShare.UNEXPLAINED: "#c0392b"}
-_LABEL_PX, _LEGEND_PX = 7.0, 6.6
+_LABEL_PX = 7.0
 
 
 def comparison_svg(drawing: ComparisonDrawing) -> str:
@@ -25,11 +25,7 @@ def comparison_svg(drawing: ComparisonDrawing) -> str:
     num_pairs = len(drawing.rows) // 2
     bottom = _TOP + _PAIR_DISTANCE * num_pairs
     heading = f"{clean(drawing.name)}: one step, predicted and measured"
-    root = picture(heading, _WIDTH, bottom + 84)
-    root.append(night_style())
-    root.append(rect(0, 0, _WIDTH, bottom + 84, PAPER, css="paper"))
-    root.append(text(_LEFT, 26, heading, size=16, bold=True, css="ink"))
-    root.append(text(_LEFT, 46, _subheading(drawing), size=12, colour=SOFT, css="soft"))
+    root = page(heading, _WIDTH, bottom + 84, _subheading(drawing), left=_LEFT)
     for number, row in enumerate(drawing.rows):
         root.extend(_lane(row, _top(number), drawing))
     root.extend(time_axis(drawing.axis_s, _LEFT, _WIDTH - _LEFT - _RIGHT, _TOP - 6, bottom))
@@ -37,8 +33,11 @@ def comparison_svg(drawing: ComparisonDrawing) -> str:
         root.extend(_box(box, row, drawing, _top(number)) for box in row.boxes)
         root.extend(_stripe(piece, drawing, _top(number)) for piece in row.stripes)
         end = _x(row.step_time_s, drawing)
-        root.append(line(end, _top(number) - 2, end, _top(number) + _LANE_HEIGHT + 2, DARK, css="ink"))
-    root.extend(_legend(drawing, bottom + 40))
+        root.append(line(end, _top(number) - 2, end, _top(number) + _LANE_HEIGHT + 2, DARK))
+    kinds = {box.action.kind for row in drawing.rows for box in row.boxes}
+    entries = [(COLOURS[kind], f"{kind}: {WORDS[kind]}") for kind in ActionKind if kind in kinds]
+    entries += [(colour, share.replace("_", " ")) for share, colour in _STRIPES.items()]
+    root.extend(legend([*entries, (LANE, "waiting")], _LEFT, bottom + 50, _WIDTH)[0])
     return written(root)
 
 
@@ -67,12 +66,11 @@ def _lane(row: ComparedRow, top: float, drawing: ComparisonDrawing) -> list[Elem
     middle = top + _LANE_HEIGHT / 2 + 4
     predicted = row.source == "predicted"
     words = f"rank {row.rank} {row.source}" if predicted else row.source
-    colour, css = (DARK, "ink") if predicted else (SOFT, "soft")
     end = _x(row.step_time_s, drawing)
     return [
-        rect(_LEFT, top, end - _LEFT, _LANE_HEIGHT, LANE, css="node"),
-        text(_LEFT - 8, middle, words, size=12, anchor="end", colour=colour, css=css),
-        text(_WIDTH - _RIGHT + 8, middle, format_time(row.step_time_s), size=12, colour=SOFT, css="soft"),
+        rect(_LEFT, top, end - _LEFT, _LANE_HEIGHT, LANE),
+        text(_LEFT - 8, middle, words, anchor="end", colour=DARK if predicted else SOFT),
+        soft(_WIDTH - _RIGHT + 8, middle, format_time(row.step_time_s)),
     ]
 
 
@@ -81,13 +79,13 @@ def _box(box: Box, row: ComparedRow, drawing: ComparisonDrawing, top: float) -> 
     left, right = _x(box.start_s, drawing), _x(box.end_s, drawing)
     tooltip = f"{row.source}, rank {row.rank}, {box.action}: {WORDS[box.action.kind]}, {format_time(box.duration_s)}"
     ElementTree.SubElement(group, "title").text = f"{tooltip}, from {format_time(box.start_s)}"
-    stages = sorted({each.action.stage for each in row.boxes})
+    stages = sorted({drawn.action.stage for drawn in row.boxes})
     fill = fill_of(box.action.kind, stages.index(box.action.stage), len(stages))
-    group.append(rect(left, top, right - left, _LANE_HEIGHT, fill, stroke=PAPER if right - left >= 4 else None))
+    group.append(rect(left, top, right - left, _LANE_HEIGHT, fill, stroke=PAPER if right - left >= 4 else ""))
     label = str(box.action) if box.action.microbatch is not None else ""
     if label and _LABEL_PX * len(label) + 2 <= right - left:
         place = (left + right) / 2, top + _LANE_HEIGHT / 2 + 2
-        group.append(text(*place, label, size=10, colour=ink_on(fill), anchor="middle"))
+        group.append(text(*place, label, size=10, on=fill, anchor="middle"))
     return group
 
 
@@ -98,16 +96,3 @@ def _stripe(piece: Piece, drawing: ComparisonDrawing, top: float) -> Element:
     place = left, top + _LANE_HEIGHT - _STRIPE_HEIGHT
     group.append(rect(*place, right - left, _STRIPE_HEIGHT, _STRIPES[piece.share]))
     return group
-
-
-def _legend(drawing: ComparisonDrawing, top: float) -> list[Element]:
-    kinds = {box.action.kind for row in drawing.rows for box in row.boxes}
-    entries = [(COLOURS[kind], f"{kind}: {WORDS[kind]}") for kind in ActionKind if kind in kinds]
-    entries += [(colour, share.replace("_", " ")) for share, colour in _STRIPES.items()]
-    entries.append((LANE, "waiting"))
-    parts, left = [], float(_LEFT)
-    for fill, entry in entries:
-        parts.append(rect(left, top, 12, 12, fill, css="node" if fill == LANE else None))
-        parts.append(text(left + 17, top + 10, entry, size=12, css="ink"))
-        left += 17 + _LEGEND_PX * len(entry) + 18
-    return parts

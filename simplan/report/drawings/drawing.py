@@ -120,8 +120,8 @@ class PipelineDrawing:
     @cached_property
     def kinds(self) -> tuple[ActionKind, ...]:
         """Kinds of actions that are drawn, in the order of ``ActionKind``."""
-        found = {box.action.kind for box in self.boxes}
-        return tuple(kind for kind in ActionKind if kind in found)
+        drawn = {box.action.kind for box in self.boxes}
+        return tuple(kind for kind in ActionKind if kind in drawn)
 
     @cached_property
     def num_microbatches(self) -> int:
@@ -217,25 +217,25 @@ def draw_timeline(
     """
     of_rank = timeline.by_rank(ranks)
     spans = {rank: _computations(of_rank.get(rank, [])) for rank in ranks}
-    working = [span for found in spans.values() for span in found if span.kind in COMPUTING]
+    working = [span for spans_of_rank in spans.values() for span in spans_of_rank if span.kind in COMPUTING]
     assert working, f"ranks {list(ranks)} compute nothing"
     total_s = max(span.end_s for span in working) - min(span.start_s for span in working)
     rows = tuple(
         DrawnRank(
             rank,
-            _boxes(found),
-            1.0 - sum(span.end_s - span.start_s for span in found if span.kind in COMPUTING) / total_s,
+            _boxes(spans_of_rank),
+            1.0 - sum(span.end_s - span.start_s for span in spans_of_rank if span.kind in COMPUTING) / total_s,
             (activations_in_flight or {}).get(rank, {}),
         )
-        for rank, found in spans.items()
+        for rank, spans_of_rank in spans.items()
     )
     return PipelineDrawing(name, timeline.step_time_s, ranks_per_row, rows)
 
 
 def _computations(spans: Iterable[Span]) -> list[Span]:
     """Spans of nonzero length on the compute stream of a rank, by start time."""
-    found = (span for span in spans if span.stream == Stream.COMPUTE and span.kind in _DRAWN)
-    return sorted((span for span in found if span.end_s > span.start_s), key=lambda span: span.start_s)
+    computing = (span for span in spans if span.stream == Stream.COMPUTE and span.kind in _DRAWN)
+    return sorted((span for span in computing if span.end_s > span.start_s), key=lambda span: span.start_s)
 
 
 def _boxes(spans: list[Span]) -> tuple[Box, ...]:
@@ -282,18 +282,18 @@ def row_figures(row: DrawnRank) -> tuple[str, str]:
 
 def notes(drawing: PipelineDrawing) -> list[str]:
     """Notes of the legend on labels and on the figures of a row."""
-    found = ["3F0: stage 3, forward of microbatch 0"] if drawing.several_stages else []
-    found.append("idle: share of the time from the first to the last computation, without the optimizer step")
+    sentences = ["3F0: stage 3, forward of microbatch 0"] if drawing.several_stages else []
+    sentences.append("idle: share of the time from the first to the last computation, without the optimizer step")
     if len(drawing.rows) > 1:
         ideal = drawing.closed_form_bubble
         of_equal = f"; of equal stages and zero-cost communication: {ideal}" if ideal else ""
-        found.append(f"mean idle: {format_percent(drawing.idle_fraction)}{of_equal}")
+        sentences.append(f"mean idle: {format_percent(drawing.idle_fraction)}{of_equal}")
     if any(row.activations_in_flight for row in drawing.rows):
         where = "each stage of a rank" if drawing.several_stages else "a rank"
-        found.append(f"in flight: maximum number of microbatches with saved activations on {where}")
+        sentences.append(f"in flight: maximum number of microbatches with saved activations on {where}")
     if drawing.placement:
-        found.append(f"placement: {drawing.placement}")
-    return found
+        sentences.append(f"placement: {drawing.placement}")
+    return sentences
 
 
 def labels(box: Box, several_stages: bool) -> tuple[str, ...]:

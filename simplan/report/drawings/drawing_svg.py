@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from xml.etree import ElementTree
 
 from simplan.program.action import ActionKind
@@ -20,15 +19,16 @@ from simplan.report.drawings.drawing import (
     ticks,
 )
 from simplan.report.drawings.svg import (
-    DARK,
+    GRID,
+    LANE,
     PAPER,
-    SOFT,
     Element,
+    legend,
     line,
-    night_style,
-    picture,
+    page,
     rect,
     shade,
+    soft,
     text,
     written,
 )
@@ -45,27 +45,23 @@ COLOURS = {
 }
 """Fill of a rank's first stage, in every drawing; they differ for people who miss one kind of cone, too."""
 
-LANE, GRID = "#eef0f3", "#c9ced6"
 _WIDTH, _LEFT, _RIGHT, _TOP = 1200, 76, 128, 84
 _ROW_HEIGHT, _ROW_DISTANCE = 28, 34
 _TICK_DISTANCE = 100
-_DIGIT_PX, _LETTER_PX, _W_PX, _LEGEND_PX = 6.0, 6.9, 9.6, 6.4  # in labels of 10 px; in the legend of 12 px, a mean
+_DIGIT_PX, _LETTER_PX, _W_PX = 6.0, 6.9, 9.6  # in labels of 10 px
 _OUTLINED_PX = 4.0  # narrower boxes have no outline, which would hide them
 
 
 def drawing_svg(drawing: PipelineDrawing) -> str:
     """The drawing as an SVG document, 1200 px wide, with a background."""
     bottom = _TOP + _ROW_DISTANCE * len(drawing.rows)
-    legend = _legend(drawing, bottom + 34)
-    height = max(float(part.get("y", 0)) for part in legend) + 24
-    root = picture(heading(drawing), _WIDTH, height)
+    below = _below(drawing, bottom + 44)
+    height = max(float(part.get("y", 0)) for part in below) + 24
+    root = page(heading(drawing), _WIDTH, height, subheading(drawing), left=_LEFT)
     root.append(_recompute_pattern())
-    root.append(rect(0, 0, _WIDTH, height, PAPER))
-    root.append(text(_LEFT, 26, heading(drawing), size=16, bold=True))
-    root.append(text(_LEFT, 46, subheading(drawing), size=12, colour=SOFT))
-    root.append(text(_WIDTH - _RIGHT + 64, _TOP - 10, "idle", size=12, colour=SOFT, anchor="end"))
+    root.append(soft(_WIDTH - _RIGHT + 64, _TOP - 10, "idle", anchor="end"))
     if any(row.activations_in_flight for row in drawing.rows):
-        root.append(text(_WIDTH - 10, _TOP - 10, "in flight", size=12, colour=SOFT, anchor="end"))
+        root.append(soft(_WIDTH - 10, _TOP - 10, "in flight", anchor="end"))
     for number, row in enumerate(drawing.rows):
         root.extend(_lane(row, _TOP + number * _ROW_DISTANCE))
     root.extend(time_axis(drawing.step_time_s, _LEFT, _WIDTH - _LEFT - _RIGHT, _TOP - 4, bottom))
@@ -73,7 +69,7 @@ def drawing_svg(drawing: PipelineDrawing) -> str:
         for box in row.boxes:
             ends = _x(box.start_s, drawing), _x(box.end_s, drawing)
             root.append(_box(box, row, _labels(box, drawing), ends, _TOP + number * _ROW_DISTANCE, _ROW_HEIGHT))
-    root.extend(legend)
+    root.extend(below)
     return written(root)
 
 
@@ -93,34 +89,27 @@ def schedules_svg(title: str, drawings: Mapping[str, PipelineDrawing]) -> str:
     several = any(drawing.several_stages for drawing in drawings.values())
     heights = [_SIDE_DISTANCE * len(drawing.rows) + 40 for drawing in drawings.values()]
     bottom = 44 + sum(heights)
-    height = bottom + 44 + 20 * math.ceil(len(kinds) / 3)
-    root = picture(title, _SIDE_WIDTH, height)
-    root.append(night_style())
-    root.append(rect(0, 0, _SIDE_WIDTH, height, PAPER, css="paper"))
-    root.append(text(16, 26, title, size=16, bold=True, css="ink"))
+    squares, end = legend(_kinds(kinds), _SIDE_LEFT, bottom + 32, _SIDE_WIDTH)
+    root = page(title, _SIDE_WIDTH, end + 34)
     root.extend(time_axis(longest_s, _SIDE_LEFT, longest_s * scale, 46, bottom - 8))
     top = 44.0
     for (name, drawing), own_height in zip(drawings.items(), heights, strict=True):
         words = f"{name}: {format_time(drawing.step_time_s)}, idle {format_percent(drawing.idle_fraction)}"
-        root.append(rect(14, top + 8, 8 * len(words), 18, PAPER, css="paper"))
-        root.append(text(16, top + 22, words, size=13, bold=True, css="ink"))
+        root.append(rect(14, top + 8, 8 * len(words), 18, PAPER))
+        root.append(text(16, top + 22, words, size=13, bold=True))
         for number, row in enumerate(drawing.rows):
             y = top + 32 + _SIDE_DISTANCE * number
-            lane = rect(_SIDE_LEFT, y, drawing.step_time_s * scale, _SIDE_ROW, LANE, css="node")
-            root.extend([lane, text(_SIDE_LEFT - 8, y + 15, f"rank {row.rank}", size=12, anchor="end", css="ink")])
+            lane = rect(_SIDE_LEFT, y, drawing.step_time_s * scale, _SIDE_ROW, LANE)
+            root.extend([lane, text(_SIDE_LEFT - 8, y + 15, f"rank {row.rank}", anchor="end")])
             for box in row.boxes:
                 ends = _SIDE_LEFT + box.start_s * scale, _SIDE_LEFT + box.end_s * scale
                 label = "" if box.action.microbatch is None else str(box.action.microbatch)
                 root.append(_box(box, row, (label,), ends, y, _SIDE_ROW))
         top += own_height
-    for number, kind in enumerate(kinds):
-        words, left = f"{kind}: {WORDS[kind]}", _SIDE_LEFT + 310 * (number % 3)
-        y = bottom + 22 + 20 * (number // 3)
-        root.append(rect(left, y, 12, 12, COLOURS[kind]))
-        root.append(text(left + 17, y + 10, words, size=12, css="ink"))
+    root.extend(squares)
     shades = "; lighter: a later stage of the same rank" if several else ""
     words = f"numbers are microbatches; idle: from the first to the last computation{shades}"
-    root.append(text(_SIDE_LEFT, height - 12, words, size=12, colour=SOFT, css="soft"))
+    root.append(soft(_SIDE_LEFT, end + 22, words))
     return written(root)
 
 
@@ -129,24 +118,14 @@ def fill_of(kind: ActionKind, place: int, num_stages: int) -> str:
     return shade(COLOURS[kind], place, num_stages)
 
 
-def ink_on(fill: str) -> str:
-    """Black or white, whichever has the larger contrast (relative luminance as in WCAG 2.2)."""
-    linear = []
-    for start in (1, 3, 5):
-        channel = int(fill[start : start + 2], 16) / 255
-        linear.append(channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4)
-    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return DARK if luminance > 0.179 else PAPER  # (1 + 0.05) / (x + 0.05) = (x + 0.05) / 0.05
-
-
 def _lane(row: DrawnRank, top: float) -> list[Element]:
     idle, in_flight = row_figures(row)
     middle = top + _ROW_HEIGHT / 2 + 4
     return [
         rect(_LEFT, top, _WIDTH - _LEFT - _RIGHT, _ROW_HEIGHT, LANE),
-        text(_LEFT - 8, middle, f"rank {row.rank}", size=12, anchor="end"),
-        text(_WIDTH - _RIGHT + 64, middle, idle, size=12, anchor="end"),
-        text(_WIDTH - 10, middle, in_flight, size=12, anchor="end"),
+        text(_LEFT - 8, middle, f"rank {row.rank}", anchor="end"),
+        text(_WIDTH - _RIGHT + 64, middle, idle, anchor="end"),
+        text(_WIDTH - 10, middle, in_flight, anchor="end"),
     ]
 
 
@@ -159,8 +138,8 @@ def time_axis(length_s: float, left: float, width: float, top: float, bottom: fl
     """
     for tick in ticks(length_s, int(width // _TICK_DISTANCE)):
         x = left + tick.time_s / length_s * width
-        yield line(x, top, x, bottom, GRID, css="grid")
-        yield text(x, bottom + 14, tick.label, size=12, colour=SOFT, anchor="middle", css="soft")
+        yield line(x, top, x, bottom, GRID)
+        yield soft(x, bottom + 14, tick.label, anchor="middle")
 
 
 def _box(
@@ -171,7 +150,7 @@ def _box(
     ElementTree.SubElement(group, "title").text = _tooltip(box)
     left, right = ends
     fill = fill_of(box.action.kind, row.stages.index(box.action.stage), len(row.stages))
-    outline = PAPER if right - left >= _OUTLINED_PX else None
+    outline = PAPER if right - left >= _OUTLINED_PX else ""
     group.append(rect(left, top, right - left, row_height, fill, stroke=outline))
     if box.recompute_s > 0:
         height = row_height * box.recomputed_share
@@ -179,7 +158,7 @@ def _box(
     label = next((name for name in names if _label_width(name) + 2 <= right - left), "")
     if label:
         middle = (left + right) / 2
-        group.append(text(middle, top + row_height / 2 + 4, label, size=10, colour=ink_on(fill), anchor="middle"))
+        group.append(text(middle, top + row_height / 2 + 4, label, size=10, on=fill, anchor="middle"))
     return group
 
 
@@ -204,26 +183,20 @@ def _tooltip(box: Box) -> str:
     )
 
 
-def _legend(drawing: PipelineDrawing, top: float) -> list[Element]:
-    """Legend: color swatches, wrapped to the width, and an explanation of the figures below them."""
-    entries = [(COLOURS[kind], False, f"{kind}: {WORDS[kind]}") for kind in drawing.kinds]
-    if drawing.recomputes:
-        entries.append((COLOURS[ActionKind.BACKWARD], True, "recomputing (its share of the box)"))
-    entries.append((LANE, False, "idle"))
-    parts, left = [], float(_LEFT)
-    for fill, hatched, words in entries:
-        width = 18 + _LEGEND_PX * len(words) + 18
-        if left + width > _WIDTH and left > _LEFT:
-            left, top = float(_LEFT), top + 20
-        parts.append(rect(left, top, 12, 12, fill, stroke=GRID if fill == LANE else None))
-        if hatched:
-            parts.append(rect(left, top, 12, 12, "url(#recompute)"))
-        parts.append(text(left + 18, top + 10, words, size=12))
-        left += width
-    shades = ["lighter: a later stage of the same rank"] if drawing.several_stages else []
-    for number, note in enumerate([*shades, *notes(drawing)], start=1):
-        parts.append(text(_LEFT, top + 14 + 18 * number, note, size=12, colour=SOFT))
-    return parts
+def _kinds(kinds: Iterable[ActionKind]) -> list[tuple[str, str]]:
+    return [(COLOURS[kind], f"{kind}: {WORDS[kind]}") for kind in kinds]
+
+
+def _below(drawing: PipelineDrawing, base: float) -> list[Element]:
+    """Meaning of the colors, and of the figures."""
+    recomputing = [(COLOURS[ActionKind.BACKWARD], "recomputing (its share of the box)")] * drawing.recomputes
+    parts, base = legend([*_kinds(drawing.kinds), (LANE, "idle"), *recomputing], _LEFT, base, _WIDTH)
+    if recomputing:
+        parts.append(Element("rect", parts[-2].attrib | {"fill": "url(#recompute)"}))
+    shades = ["lighter: a later stage of the same rank"] * drawing.several_stages
+    return parts + [
+        soft(_LEFT, base + 4 + 18 * number, note) for number, note in enumerate([*shades, *notes(drawing)], 1)
+    ]
 
 
 def _x(time_s: float, drawing: PipelineDrawing) -> float:

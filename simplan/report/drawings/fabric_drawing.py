@@ -199,11 +199,11 @@ def kind_of(fabric: Fabric, vertex: int) -> str:
 
 def _groups(fabric: Fabric) -> Iterator[LinkGroup]:
     """Links by the kinds of their ends; of a cable, one direction."""
-    found: dict[tuple[str, str], list[FabricLink]] = {}
+    groups: dict[tuple[str, str], list[FabricLink]] = {}
     for link in fabric.links:
         if link.source < link.destination:
-            found.setdefault((kind_of(fabric, link.source), kind_of(fabric, link.destination)), []).append(link)
-    for (lower, upper), links in found.items():
+            groups.setdefault((kind_of(fabric, link.source), kind_of(fabric, link.destination)), []).append(link)
+    for (lower, upper), links in groups.items():
         rates = [link.bytes_per_s for link in links]
         latency_s = max(link.latency_s for link in links)
         yield LinkGroup(lower, upper, len(links), min(rates), max(rates), sum(rates), latency_s)
@@ -278,11 +278,11 @@ def _distances(fabric: Fabric, is_graph: bool) -> dict[int, int]:
     cards = set(fabric.card_of_device.tolist())
     if is_graph:  # network cards lead to the vertex of their node
         cards = {vertex for card in cards for vertex in neighbors[card]}
-    found = dict.fromkeys(sorted(cards), 0)
-    border, distance = list(found), 0
+    distances = dict.fromkeys(sorted(cards), 0)
+    border, distance = list(distances), 0
     while border:
         distance += 1
-        border = [other for vertex in border for other in neighbors[vertex] if other not in found]
+        border = [other for vertex in border for other in neighbors[vertex] if other not in distances]
         border = [vertex for vertex in dict.fromkeys(border) if ".nic" not in fabric.vertices[vertex]]
-        found |= dict.fromkeys(border, distance)
-    return found
+        distances |= dict.fromkeys(border, distance)
+    return distances

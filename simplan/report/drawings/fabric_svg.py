@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 from simplan.report.drawings.drawing import clean
 from simplan.report.drawings.fabric_drawing import DrawnLink, DrawnNode, FabricDrawing, rate_words
 from simplan.report.drawings.link_load import load_color
-from simplan.report.drawings.svg import PAPER, SOFT, Element, line, night_style, picture, rect, shortened, text, written
+from simplan.report.drawings.svg import LANE, Element, line, page, rect, shortened, soft, text, written
 from simplan.units import counted, format_percent, format_rate
 
-_SWITCH, _CARD, _DEVICE, _NODE, _WIRE = "#1d5fa8", "#2e7d32", "#b9a6cf", "#eef0f3", "#8a8f98"
+_SWITCH, _CARD, _DEVICE, _WIRE = "#1d5fa8", "#2e7d32", "#b9a6cf", "#8a8f98"
 _LEFT, _RIGHT, _TOP, _BOTTOM = 116, 190, 76, 30
 _LAYER, _NODE_HEIGHT, _NODE_WIDTH, _BOX, _GAP, _BETWEEN = (
     96,
@@ -55,27 +55,24 @@ def fabric_svg(drawing: FabricDrawing, busy_shares: Mapping[str, float] | None =
         for switch in layer.switches:
             root.append(_box(places[switch.vertex][0], y, clean(switch.name)))
         shown = "" if len(layer.switches) == layer.num else f", {len(layer.switches)} drawn"
-        root.append(_soft(12, y + 12, layer.kinds))
-        root.append(_soft(12, y + 27, f"{layer.num:,}{shown}"))
+        root.append(soft(12, y + 12, layer.kinds))
+        root.append(soft(12, y + 27, f"{layer.num:,}{shown}"))
     for node, x in zip(drawing.nodes, nodes_at, strict=True):
         root.extend(_node(drawing, node, x, bottom))
     for (left, right), x in zip(pairwise(drawing.nodes), nodes_at, strict=False):
         if right.node > left.node + 1:
             middle = x + _node_width(left) + _BETWEEN / 2
-            root.append(_soft(middle, bottom + 40, f"{right.node - left.node - 1:,} more", anchor="middle"))
+            root.append(soft(middle, bottom + 40, f"{right.node - left.node - 1:,} more", anchor="middle"))
     drawn = "" if len(drawing.nodes) == drawing.num_nodes else f", {len(drawing.nodes)} drawn"
-    root.append(_soft(12, bottom + 22, "node"))
-    root.append(_soft(12, bottom + 37, f"{drawing.num_nodes:,}{drawn}"))
+    root.append(soft(12, bottom + 22, "node"))
+    root.append(soft(12, bottom + 37, f"{drawing.num_nodes:,}{drawn}"))
     root.extend(_rates(drawing, _LEFT + content + 16, bottom))
     return written(root)
 
 
 def _page(drawing: FabricDrawing, width: float, height: float) -> Element:
-    root = picture(f"{drawing.title}; {drawing.words}", width, height)
-    root.append(night_style())
-    root.append(rect(0, 0, width, height, PAPER, css="paper"))
-    root.append(text(12, 26, clean(drawing.title), size=16, bold=True, css="ink"))
-    root.append(_soft(12, 46, drawing.words))
+    root = page(clean(drawing.title), width, height, drawing.words, left=12)
+    root[0].text = f"{drawing.title}; {drawing.words}"
     return root
 
 
@@ -175,14 +172,14 @@ def _box(middle: float, top: float, name: str) -> Element:
     ElementTree.SubElement(group, "title").text = name
     group.append(rect(middle - _BOX / 2, top, _BOX, 26, _SWITCH))
     most = int(_BOX / _LETTER_PX)
-    group.append(text(middle, top + 17, shortened(name, most), size=11, colour=PAPER, anchor="middle"))
+    group.append(text(middle, top + 17, shortened(name, most), size=11, on=_SWITCH, anchor="middle"))
     return group
 
 
 def _node(drawing: FabricDrawing, node: DrawnNode, left: float, top: float) -> Iterator[Element]:
     """A node: network cards, wiring and devices."""
     width = _node_width(node)
-    yield rect(left, top, width, _NODE_HEIGHT, _NODE, stroke=_WIRE, css="node")
+    yield rect(left, top, width, _NODE_HEIGHT, LANE, stroke=_WIRE)
     for number in range(len(node.cards)):
         yield rect(left + width * (number + 0.5) / len(node.cards) - 6, top + 2, 12, 10, _CARD)
     shown = min(node.num_devices, 8)
@@ -193,17 +190,17 @@ def _node(drawing: FabricDrawing, node: DrawnNode, left: float, top: float) -> I
             yield line(middle, top + 40, middle, top + 50, _WIRE)
     if drawing.wiring:
         yield rect(left + 6, top + 24, width - 12, 16, _WIRE)
-        yield text(left + width / 2, top + 36, drawing.wiring, size=11, colour="#000000", anchor="middle")
+        yield text(left + width / 2, top + 36, drawing.wiring, size=11, on=_WIRE, anchor="middle")
     words = f"node{node.node}: {counted(node.num_devices, drawing.device_kind)}"
-    yield text(left + width / 2, top + _NODE_HEIGHT - 7, words, size=11, anchor="middle", css="ink")
+    yield text(left + width / 2, top + _NODE_HEIGHT - 7, words, size=11, anchor="middle")
 
 
 def _rates(drawing: FabricDrawing, left: float, bottom: float) -> Iterator[Element]:
     """Number and bandwidth of links, at the right of the layers, from the devices up."""
     y = bottom + 62.0
     for group in drawing.groups:
-        yield _soft(left, y - 14, f"{group.lower} - {group.upper}")
-        yield text(left, y, rate_words(group), size=12, css="ink")
+        yield soft(left, y - 14, f"{group.lower} - {group.upper}")
+        yield text(left, y, rate_words(group))
         y -= 40
 
 
@@ -225,9 +222,9 @@ def _torus(drawing: FabricDrawing) -> str:
         for column in range(across):
             x, y = left + column * _STEP, top + row * _STEP
             root.append(rect(x - 9, y - 9, 18, 18, _DEVICE))
-            root.append(text(x, y + 4, str(row * columns + column), size=10, anchor="middle"))
+            root.append(text(x, y + 4, str(row * columns + column), size=10, on=_DEVICE, anchor="middle"))
     for number, note in enumerate(notes):
-        root.append(_soft(left - 20, top + down * _STEP + 8 + 18 * number, note))
+        root.append(soft(left - 20, top + down * _STEP + 8 + 18 * number, note))
     return written(root)
 
 
@@ -261,7 +258,3 @@ def _torus_notes(drawing: FabricDrawing, across: int, down: int) -> Iterator[str
         yield f"{group.lower} - {group.upper}: {rate_words(group)}"
     if drawing.num_nodes > 1:
         yield f"{drawing.num_nodes} slices"
-
-
-def _soft(x: float, y: float, words: str, *, anchor: str = "start") -> Element:
-    return text(x, y, words, size=12, colour=SOFT, anchor=anchor, css="soft")

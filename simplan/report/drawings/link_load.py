@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 
 from simplan.network.load import LinkLoad, Network
 from simplan.report.drawings.drawing import clean
-from simplan.report.drawings.drawing_svg import GRID, LANE, time_axis
-from simplan.report.drawings.svg import PAPER, SOFT, Element, picture, rect, shortened, text, written
+from simplan.report.drawings.drawing_svg import time_axis
+from simplan.report.drawings.svg import LANE, Element, legend, page, rect, shortened, soft, text, written
 from simplan.units import counted, format_bytes, format_percent, format_rate, format_time
 
 _MAX_ROWS = 24
@@ -108,12 +108,9 @@ def link_load_svg(drawing: LinkLoadDrawing) -> str:
     """The heat map as an SVG document, 1200 px wide, with a background."""
     bottom = _TOP + _ROW_DISTANCE * len(drawing.rows)
     heading = f"{clean(drawing.name)}: load of links"
-    root = picture(heading, _WIDTH, bottom + 70)
-    root.append(rect(0, 0, _WIDTH, bottom + 70, PAPER))
-    root.append(text(16, 26, heading, size=16, bold=True))
-    root.append(text(16, 46, clean(drawing.contention), size=12, colour=SOFT))
-    root.append(text(_WIDTH - 84, _TOP - 10, "busy", size=12, colour=SOFT, anchor="end"))
-    root.append(text(_WIDTH - 10, _TOP - 10, "delays", size=12, colour=SOFT, anchor="end"))
+    root = page(heading, _WIDTH, bottom + 70, clean(drawing.contention))
+    root.append(soft(_WIDTH - 84, _TOP - 10, "busy", anchor="end"))
+    root.append(soft(_WIDTH - 10, _TOP - 10, "delays", anchor="end"))
     for number, row in enumerate(drawing.rows):
         root.extend(_row(row, _TOP + number * _ROW_DISTANCE))
     root.extend(time_axis(drawing.step_time_s, _LEFT, _WIDTH - _LEFT - _RIGHT, _TOP - 4, bottom))
@@ -129,15 +126,15 @@ def _row(row: LoadRow, top: float) -> list[Element]:
     delays = format_time(row.link.lost_s) if row.link.lost_s > 0 else "none"
     return [
         rect(_LEFT, top, _WIDTH - _LEFT - _RIGHT, _ROW_HEIGHT, LANE),
-        text(_LEFT - 8, middle, short_link_name(row.link.name) + more, size=12, anchor="end"),
-        text(_WIDTH - 84, middle, format_percent(row.link.busy_share), size=12, anchor="end"),
-        text(_WIDTH - 10, middle, delays, size=12, anchor="end"),
+        text(_LEFT - 8, middle, short_link_name(row.link.name) + more, anchor="end"),
+        text(_WIDTH - 84, middle, format_percent(row.link.busy_share), anchor="end"),
+        text(_WIDTH - 10, middle, delays, anchor="end"),
     ]
 
 
 def _cells(row: LoadRow, drawing: LinkLoadDrawing, top: float) -> list[Element]:
     """Rectangles of equal shade; each has a tooltip."""
-    link, found, place = row.link, [], 0
+    link, elements, place = row.link, [], 0
     width = (_WIDTH - _LEFT - _RIGHT) / len(link.series)
     for step, cells in groupby(round(_STEPS * min(1.0, share)) for share in link.series):
         number = len(list(cells))
@@ -149,23 +146,17 @@ def _cells(row: LoadRow, drawing: LinkLoadDrawing, top: float) -> list[Element]:
                 f"{step / _STEPS:.0%} busy from {format_time(begin_s)}"
             )
             group.append(rect(_LEFT + width * place, top, width * number, _ROW_HEIGHT, load_color(step / _STEPS)))
-            found.append(group)
+            elements.append(group)
         place += number
-    return found
+    return elements
 
 
 def _legend(drawing: LinkLoadDrawing, top: float) -> list[Element]:
-    parts = [text(_LEFT, top + 10, "busy", size=12, colour=SOFT)]
-    left = _LEFT + 36.0
-    for share in (0.1, 0.25, 0.5, 0.75, 1.0):
-        parts.append(rect(left, top, 12, 12, load_color(share), stroke=GRID))
-        parts.append(text(left + 17, top + 10, f"{share:.0%}", size=12))
-        left += 62
+    shades = [(load_color(share), f"{share:.0%} busy") for share in (0.1, 0.25, 0.5, 0.75, 1.0)]
     note = "delays: seconds of waiting per link, summed over groups of ranks, divided by the links full together"
-    parts.append(text(left + 20, top + 10, note, size=12, colour=SOFT))
+    parts = [*legend(shades, _LEFT, top + 10, _WIDTH)[0], soft(_LEFT + 500, top + 10, note)]
     if drawing.num_hidden:
-        words = f"{counted(drawing.num_hidden, 'more link')} not drawn"
-        parts.append(text(16, top + 10, words, size=12, colour=SOFT))
+        parts.append(soft(16, top + 10, f"{counted(drawing.num_hidden, 'more link')} not drawn"))
     return parts
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from simplan.report.drawings.drawing import clean
-from simplan.report.drawings.goodput_svg import COLOURS, WIDTH, goodput_elements, soft, titled
+from simplan.report.drawings.goodput_svg import COLOURS, WIDTH, goodput_elements
 from simplan.report.drawings.run_timeline import (
     RunTimeline,
     TimelineSegment,
@@ -17,16 +17,14 @@ from simplan.report.drawings.run_timeline import (
     row_figures,
     subheading,
 )
-from simplan.report.drawings.svg import DARK, Element, line, rect, text, written
+from simplan.report.drawings.svg import DARK, GRID, Element, legend, line, page, rect, soft, text, written
 from simplan.report.goodput import PARTS, headline
 from simplan.units import format_percent, format_span
 
 _LEFT, _RIGHT, _TOP = 72, 120, 84
 _BAR, _ROW = 14, 20
 _COLUMNS = WIDTH - _LEFT - _RIGHT
-_GRID = "#d3d8de"
 _MARK = 3.0
-_LETTER_PX = 6.6  # of the legend's 12 px, a mean
 
 
 def whole_run_svg(document: Mapping[str, Any], timeline: RunTimeline) -> str:
@@ -38,16 +36,19 @@ def whole_run_svg(document: Mapping[str, Any], timeline: RunTimeline) -> str:
     """
     bottom = _TOP + _ROW * timeline.num_rows
     segments = timeline.segments(_COLUMNS)
-    legend, end = _legend(timeline, segments, bottom + 42)
+    kinds = [(COLOURS[kind], PARTS[kind]) for kind in kinds_of(segments)]
+    squares, end = legend(kinds, _LEFT, bottom + 42, WIDTH)
+    end += 20
     all_runs, height = goodput_elements(document, end + 78)
-    root = titled(heading(timeline), subheading(timeline), height)
+    root = page(heading(timeline), WIDTH, height, subheading(timeline), left=24)
     root.extend(_rows(timeline, bottom))
     for row in range(timeline.num_rows):
         root.append(_lane(timeline, segments, row))
     root.extend(_stops(timeline))
-    root.extend(legend)
+    root.extend(squares)
+    root.append(soft(_LEFT, end, "; ".join([*notes(timeline, _COLUMNS), "triangles are stops"])))
     title = f"{clean(timeline.name)}: all {timeline.num_runs:,} runs"
-    root.append(text(24, end + 36, title, size=16, bold=True, css="ink"))
+    root.append(text(24, end + 36, title, size=16, bold=True))
     root.append(soft(24, end + 56, headline(document)))
     root.extend(all_runs)
     return written(root)
@@ -59,13 +60,13 @@ def _rows(timeline: RunTimeline, bottom: float) -> Iterator[Element]:
     yield soft(WIDTH - 12, _TOP - 8, "done", anchor="end")
     for row, (name, stops, done) in enumerate(row_figures(timeline)):
         base = _TOP + _ROW * row + _BAR - 2
-        yield text(_LEFT - 10, base, name, size=12, anchor="end", css="ink")
+        yield text(_LEFT - 10, base, name, anchor="end")
         yield soft(WIDTH - 70, base, str(stops or ""), anchor="end")
         yield soft(WIDTH - 12, base, format_percent(done), anchor="end")
     length = timeline.row_length
     for at_s, label in length.ticks:
         x = _LEFT + _COLUMNS * at_s / length.length_s
-        yield line(x, _TOP - 4, x, bottom, _GRID, css="grid")
+        yield line(x, _TOP - 4, x, bottom, GRID)
         yield soft(x, bottom + 16, label, anchor="middle")
 
 
@@ -73,10 +74,10 @@ def _lane(timeline: RunTimeline, segments: tuple[TimelineSegment, ...], row: int
     """Bars of a row; compute lies below all others, so that it has no seams."""
     top, scale = _TOP + _ROW * row, _COLUMNS / timeline.row_length.length_s
     group = Element("g", {"class": "row"})
-    own = [segment for segment in segments if segment.row == row]
-    width = scale * own[-1].end_s
+    of_row = [segment for segment in segments if segment.row == row]
+    width = scale * of_row[-1].end_s
     group.append(rect(_LEFT, top, width, _BAR, COLOURS["compute"]))
-    for segment in own:
+    for segment in of_row:
         if segment.kind == "compute":
             continue
         left, right = scale * segment.start_s, scale * segment.end_s
@@ -97,19 +98,3 @@ def _stops(timeline: RunTimeline) -> Iterator[Element]:
         words = f"{stop.cause} after {format_span(stop.at_s)}; goes on from step {stop.step:,.0f}"
         ElementTree.SubElement(mark, "title").text = words
         yield mark
-
-
-def _legend(timeline: RunTimeline, segments: tuple[TimelineSegment, ...], top: float) -> tuple[list[Element], float]:
-    """Colors in lines, then notes; and the height of their end."""
-    parts, left = [], float(_LEFT)
-    for kind in kinds_of(segments):
-        words = PARTS[kind]
-        width = 34 + _LETTER_PX * len(words)
-        if left + width > WIDTH - 12:
-            left, top = float(_LEFT), top + 18
-        parts.append(rect(left, top - 9, 14, 10, COLOURS[kind]))
-        parts.append(text(left + 20, top, words, size=12, css="ink"))
-        left += width
-    words = "; ".join([*notes(timeline, _COLUMNS), "triangles are stops"])
-    parts.append(soft(_LEFT, top + 20, words))
-    return parts, top + 20

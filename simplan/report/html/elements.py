@@ -136,8 +136,8 @@ def words(name: str) -> str:
 
 def changed(mapping: Mapping[str, object], usual: Mapping[str, object]) -> str:
     """Keys with other values than usual, as ``key = value, ...``."""
-    found = [f"{key} = {value}" for key, value in mapping.items() if value != usual.get(key)]
-    return ", ".join(found)
+    words = [f"{key} = {value}" for key, value in mapping.items() if value != usual.get(key)]
+    return ", ".join(words)
 
 
 def _class(name: str) -> str:

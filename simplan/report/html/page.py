@@ -140,8 +140,8 @@ def _single(file: str, document: Mapping[str, Any]) -> Iterator[tuple[str, Mappi
     if kind != "predictions":
         yield file, document
         return
-    for each in _read(file, kind, lambda: [*document["predictions"]]):
-        yield from _single(file, each)
+    for prediction in _read(file, kind, lambda: [*document["predictions"]]):
+        yield from _single(file, prediction)
 
 
 def _with_distinct_names(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> list[tuple[str, Mapping[str, Any]]]:
@@ -168,7 +168,7 @@ def _section(file: str, document: Mapping[str, Any]) -> tuple[str, str]:
     _, title, section = _SECTIONS[kind]
     body = _read(file, kind, lambda: section(document))
     if kind == "predictions":
-        names = [each["name"] for each in document["predictions"]]
+        names = [prediction["name"] for prediction in document["predictions"]]
     elif "name" in document:
         names = [document["name"]]
     else:

@@ -93,11 +93,11 @@ def prediction_section(document: Document) -> str:
 
 def _loading(document: Document) -> list[list[str]]:
     """Row on memory while the model is loaded; none for random weights."""
-    found = document.get("loading")
-    if found is None:
+    loading = document.get("loading")
+    if loading is None:
         return []
-    peaks = f"device {found['device_gib']:.2f} GiB, host {found['host_gib']:.2f} GiB per node"
-    return [["loading", f"{peaks}: {found['words']}"]]
+    peaks = f"device {loading['device_gib']:.2f} GiB, host {loading['host_gib']:.2f} GiB per node"
+    return [["loading", f"{peaks}: {loading['words']}"]]
 
 
 def _memory(rank: Document, capacity_gib: float | None) -> str:
@@ -129,8 +129,8 @@ def _batch(document: Document) -> str:
 def _splits(document: Document) -> Iterator[str]:
     """Yield one bar for the ranks of each distinct split."""
     ranks = sorted(document["ranks"], key=lambda rank: sorted(rank["split"].items()))
-    found = [(split, [rank["rank"] for rank in members]) for split, members in _grouped(ranks)]
-    for split, members in sorted(found, key=lambda item: item[1][0])[:_MOST_ROWS]:
+    shown = [(split, [rank["rank"] for rank in members]) for split, members in _grouped(ranks)]
+    for split, members in sorted(shown, key=lambda item: item[1][0])[:_MOST_ROWS]:
         label = f"rank {members[0]}" if len(members) == 1 else f"{len(members)} ranks, the first is {min(members)}"
         shares = (Share(words(name), value, format_time(value)) for name, value in split.items())
         yield bar(shares, document["step_time_s"], f"Step of {label}")
@@ -376,8 +376,10 @@ def comparison_section(document: Document) -> str:
         ]
         parts.append(table(["part of the predicted step", "predicted", "standard deviation"], uncertain))
     if document.get("hypotheses"):
-        found = [[each["change"], format_time(each["step_time_s"])] for each in document["hypotheses"]]
-        parts.append(table(["what could explain it", "step time"], found))
+        hypotheses = [
+            [hypothesis["change"], format_time(hypothesis["step_time_s"])] for hypothesis in document["hypotheses"]
+        ]
+        parts.append(table(["what could explain it", "step time"], hypotheses))
     parts.append(listing(document["notes"]))
     return "".join(parts)
 

@@ -54,13 +54,13 @@ def read_published(paths: Iterable[Path]) -> list[ReadFile]:
         folder = (folder_of(path) / path.name).resolve().parent
         read.append(_read(read_yaml(path), str(path), folder))
     seen: dict[str, str] = {}
-    for found in read:
-        for run in found.runs or ():
+    for read_file in read:
+        for run in read_file.runs or ():
             if run.id in seen:
                 rule = f"is the name of a run of {seen[run.id]} as well"
                 problem = Problem(field="name", value=run.id, rule=rule, fix="leave one of the two out")
-                raise SpecError(problem, file=found.file)
-            seen[run.id] = found.file
+                raise SpecError(problem, file=read_file.file)
+            seen[run.id] = read_file.file
     return read
 
 
@@ -70,11 +70,11 @@ def _files(paths: Iterable[Path]) -> list[Path]:
         if not path.is_dir():
             files.append(path)  # a missing file is reported when it is read
             continue
-        found = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
-        if not found:
+        matching = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
+        if not matching:
             problem = Problem(field="", rule="holds no file of runs (*.yaml)", fix="name another folder")
             raise SpecError(problem, file=str(path))
-        files += found
+        files += matching
     return list(dict.fromkeys(files))
 
 
@@ -92,8 +92,8 @@ def _read(document: Document, file: str, folder: Path | None) -> ReadFile:
     if not isinstance(data, dict) or not {"runs", "measured"} & data.keys():
         return ReadFile(file, None)
     if has_former_schema(data):
-        found = enumerate(converted(document, file))
-        return ReadFile(file, tuple(_converted(number, *each, document, file) for number, each in found))
+        conversions = enumerate(converted(document, file))
+        return ReadFile(file, tuple(_converted(number, *each, document, file) for number, each in conversions))
     return ReadFile(file, tuple(_run(each, file, folder) for each in run_documents(document, file)))
 
 
@@ -136,10 +136,10 @@ def _runs_of(
     if not isinstance(data, dict):
         problem = Problem(field=field, rule="must be a mapping (key: value)").at(*find_place(document.lines, path))
         raise SpecError(problem, file=file)
-    runs, own = data.get("runs", ()), {key: value for key, value in data.items() if key != "runs"}
-    if "software" in own:
-        own["software"] = software_section(own)
-    whole = merged(common, own)
+    runs, shared = data.get("runs", ()), {key: value for key, value in data.items() if key != "runs"}
+    if "software" in shared:
+        shared["software"] = software_section(shared)
+    whole = merged(common, shared)
     lines = {**lines, **own_lines.get(path, {})}
     if "runs" not in data:
         yield Document(whole, lines)

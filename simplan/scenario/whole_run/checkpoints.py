@@ -71,7 +71,10 @@ def checkpoint_bytes(prediction: Prediction) -> float:
 
 def _largest_shares(prediction: Prediction) -> tuple[float, float]:
     """Largest part of the states on one device, and on one node; replicas write a part of theirs each."""
-    held = {each.rank: sum(each.by_category.get(category, 0) for category in _STATES) for each in prediction.memory}
+    held = {
+        rank_memory.rank: sum(rank_memory.by_category.get(category, 0) for category in _STATES)
+        for rank_memory in prediction.memory
+    }
     total = sum(held.values())
     nodes = Counter[int]()
     for rank, num_bytes in held.items():
@@ -108,12 +111,12 @@ def check_storage(policy: CheckpointPolicy, num_bytes: float, num_written: int) 
     kept = max(1, min(policy.keep or num_written, num_written))
     if capacity is None or kept * num_bytes <= capacity:
         return
-    value, each = format_bytes(capacity), format_bytes(num_bytes)
+    value, size = format_bytes(capacity), format_bytes(num_bytes)
     room = int(capacity // num_bytes)
     if not room:
-        rule = f"has no room for a checkpoint of {each}"
+        rule = f"has no room for a checkpoint of {size}"
         fix = "use a larger storage"
     else:
         which = f"the {kept:,} checkpoints of keep" if policy.keep else f"all {kept:,} checkpoints of the run"
-        rule, fix = f"has no room for {which}, each of {each}", f"write checkpoint.keep: {room}, or less"
+        rule, fix = f"has no room for {which}, each of {size}", f"write checkpoint.keep: {room}, or less"
     raise SpecError(Problem(field="checkpoint.storage_bytes", value=value, rule=rule, fix=fix))

@@ -64,10 +64,12 @@ def fault_options(
     Raises:
         SpecError: A flag has no meaning without ``--fail``, or with what it says.
     """
-    given = {"--seed": seed, "--time-scale": time_scale, "--recovery": recovery}
+    options = {"--seed": seed, "--time-scale": time_scale, "--recovery": recovery}
     if fail is None:
         rule, fix = "is about the faults of a run", "add --fail"
-        if problems := [Problem(field=flag, rule=rule, fix=fix) for flag, value in given.items() if value is not None]:
+        if problems := [
+            Problem(field=flag, rule=rule, fix=fix) for flag, value in options.items() if value is not None
+        ]:
             raise SpecError(problems)
         return None
     if time_scale is not None and fail != SCENARIO:
@@ -212,10 +214,12 @@ def _check_scenario(scenario: Scenario) -> None:
     if sections is None or (sections.reliability is None and sections.spot is None):
         rule, fix = "has no failures", "add the section reliability or spot, or give failures per hour"
         raise SpecError(Problem(field="--fail", value=SCENARIO, rule=f"the scenario {rule}", fix=fix))
-    given = sections.model_dump(exclude_none=True)
-    found = {f"{name}.{key}": value for name, section in given.items() for key, value in section.items()} | given
-    reasons = [(field, why) for field, why in _NOT_RUN.items() if field in found]
-    reasons += [(field, why) for (field, value), why in _NOT_RUN_AS.items() if found.get(field) == value]
+    section_values = sections.model_dump(exclude_none=True)
+    values = {
+        f"{name}.{key}": value for name, section in section_values.items() for key, value in section.items()
+    } | section_values
+    reasons = [(field, why) for field, why in _NOT_RUN.items() if field in values]
+    reasons += [(field, why) for (field, value), why in _NOT_RUN_AS.items() if values.get(field) == value]
     causes = () if sections.reliability is None else sections.reliability.causes
     reasons += [
         (f"reliability.causes.{number}.scope", "one node is lost at a time")
@@ -293,7 +297,7 @@ def _setup(
     whole, elastic = predictions[max(predictions)], nodes is not None and nodes.min_nodes < nodes.max_nodes
     with_spot = request.options.fail == SCENARIO
     setup = scaled(_of_scenario(job, scenario, whole, with_spot=with_spot), request.options.time_scale)
-    sizes = [(number, each.mean_step_s(job.num_all_steps)) for number, each in predictions.items()]
+    sizes = [(number, predicted.mean_step_s(job.num_all_steps)) for number, predicted in predictions.items()]
     setup = replace(
         setup,
         sizes=tuple(Size(num_nodes=number, step_s=step_s) for number, step_s in sorted(sizes, reverse=True)),

@@ -61,8 +61,8 @@ def _num_nodes(cause: Cause, cluster: ClusterSpec) -> int | None:
     if cause.scope in ("process", "node"):
         return int(cause.scope == "node")
     rack, pod = _groups(cluster.topology, cluster.network_ports_per_node)
-    found = rack if cause.scope == "rack" else pod
-    return None if found is None else min(found, cluster.num_nodes)
+    number = rack if cause.scope == "rack" else pod
+    return None if number is None else min(number, cluster.num_nodes)
 
 
 def _groups(topology: AnyTopology | None, cards: int) -> tuple[int | None, int | None]:

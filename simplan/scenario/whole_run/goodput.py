@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import Problem, SpecError
-from simplan.goodput.closed_forms import young_s
 from simplan.goodput.endless import endless
 from simplan.goodput.engines.simulate import simulate
-from simplan.goodput.interval import interval_curve
+from simplan.goodput.interval import interval_curve, young_s
 from simplan.goodput.rates import mtbf_s
 from simplan.goodput.result import GoodputResult
 from simplan.goodput.sections import RunPrice, RunSections
@@ -107,11 +106,11 @@ def _step_interval_s(prediction: Prediction, setup: RunSetup) -> tuple[float, fl
 
 def _other_changes(run: ScenarioRun, setup: RunSetup, best_every: int | None) -> dict[tuple[str, str], RunSetup]:
     """Changes that need the sections: bandwidth of the storage, and the best checkpoint interval."""
-    found = {}
+    changes = {}
     faster = run.faster_storage
     if faster is not None and setup.checkpoint_every:
         words = "twice the bandwidth of the storage" if run.has_bandwidth else "checkpoints in half the time"
-        found["storage", words] = replace(faster, checkpoint_every=setup.checkpoint_every)
+        changes["storage", words] = replace(faster, checkpoint_every=setup.checkpoint_every)
     if best_every is not None and best_every != setup.checkpoint_every:
-        found["interval", "the best checkpoint interval"] = replace(setup, checkpoint_every=best_every)
-    return found
+        changes["interval", "the best checkpoint interval"] = replace(setup, checkpoint_every=best_every)
+    return changes

@@ -16,15 +16,15 @@ _CAUSES = "causes"
 
 def read_run(sections: Sections, data: dict[str, Any]) -> RunSections | None:
     """Sections of a whole run; None for none. An invalid section is left out, its problems recorded."""
-    found: dict[str, Any] = {}
+    sections_read: dict[str, Any] = {}
     for name, spec in SECTIONS.items():
         if name in data:
-            given = _with_preset(sections, data[name]) if spec is Reliability else data[name]
-            found[name] = sections.read(spec, given, (name,))
-    spot = found.get("spot")
+            fields = _with_preset(sections, data[name]) if spec is Reliability else data[name]
+            sections_read[name] = sections.read(spec, fields, (name,))
+    spot = sections_read.get("spot")
     if isinstance(spot, Spot) and spot.zone is not None:
         sections.look_up(("spot", "zone"), catalog.spot_zone, spot.zone)
-    return RunSections(**found) if found else None
+    return RunSections(**sections_read) if sections_read else None
 
 
 def _with_preset(sections: Sections, data: Any) -> Any:
@@ -32,11 +32,11 @@ def _with_preset(sections: Sections, data: Any) -> Any:
     if not isinstance(data, dict) or "preset" not in data:
         return data
     preset = sections.look_up(("reliability", "preset"), catalog.reliability, data["preset"])
-    own = data.get(_CAUSES, [])
-    if preset is None or not isinstance(own, list):
+    own_causes = data.get(_CAUSES, [])
+    if preset is None or not isinstance(own_causes, list):
         return data
-    names = [each.get("name") for each in own if isinstance(each, dict)]
-    causes = [*own, *(each for each in preset.get(_CAUSES, ()) if each["name"] not in names)]
+    names = [cause.get("name") for cause in own_causes if isinstance(cause, dict)]
+    causes = [*own_causes, *(cause for cause in preset.get(_CAUSES, ()) if cause["name"] not in names)]
     return {**preset, **data, _CAUSES: causes}
 
 
@@ -64,11 +64,11 @@ def read_budget(
         if steps != by_tokens:
             rule = f"is {by_tokens:,} steps, and run is {steps:,}: both are the length of the training"
             sections.refuse(("training", "num_tokens"), rule, value=int(tokens), fix="keep one of the two")
-    own = None if run is None or run.price is None else run.price.device_hour
-    if own is not None and price is not None and own != price:
+    run_price = None if run is None or run.price is None else run.price.device_hour
+    if run_price is not None and price is not None and run_price != price:
         rule = f"is another price than cluster.price_per_device_hour = {price:g}"
-        sections.refuse(("price", "device_hour"), rule, value=own, fix="keep one of the two")
-    return budget.model_copy(update={"price_per_device_hour": price if own is None else own})
+        sections.refuse(("price", "device_hour"), rule, value=run_price, fix="keep one of the two")
+    return budget.model_copy(update={"price_per_device_hour": price if run_price is None else run_price})
 
 
 def _length(

@@ -30,10 +30,10 @@ def check_run(run: RunSections, job: Job) -> None:
 def _nodes(job: Job) -> Iterator[Problem]:
     cluster = job.cluster
     if last := cluster.num_devices % cluster.ranks_per_node:
-        each = cluster.devices_per_node
-        rule = f"leaves a last node with {last} of {each} devices; failures of unequal nodes are not modeled yet"
+        per_node = cluster.devices_per_node
+        rule = f"leaves a last node with {last} of {per_node} devices; failures of unequal nodes are not modeled yet"
         yield Problem(
-            field="cluster.num_devices", value=str(cluster.num_devices), rule=rule, fix=f"use a multiple of {each}"
+            field="cluster.num_devices", value=str(cluster.num_devices), rule=rule, fix=f"use a multiple of {per_node}"
         )
 
 
@@ -68,5 +68,5 @@ def _replica_groups(recovery: Recovery, job: Job) -> Iterator[Problem]:
     elif (number := recovery.min_nodes) is not None and number % size:
         rule = f"is no whole number of replica groups, which have {counted(size, 'node')}"
         below = number - number % size
-        fix = f"use {either(each for each in (below, below + size) if each)}"
+        fix = f"use {either(group_count for group_count in (below, below + size) if group_count)}"
         yield Problem(field="recovery.min_nodes", value=str(number), rule=rule, fix=fix)

@@ -124,7 +124,7 @@ def _with_faster_storage(policy: CheckpointPolicy) -> CheckpointPolicy:
     if storage is not None:
         return policy.model_copy(update={"storage_bytes_per_s": 2 * storage, "read_bytes_per_s": read and 2 * read})
     times = {name: getattr(policy, name) for name in ("blocking_s", "write_s", "load_s")}
-    return policy.model_copy(update={name: each / 2 for name, each in times.items() if each is not None})
+    return policy.model_copy(update={name: seconds / 2 for name, seconds in times.items() if seconds is not None})
 
 
 def _recovery(recovery: Recovery, scenario: Scenario) -> dict[str, Any]:
@@ -147,39 +147,39 @@ def _recovery(recovery: Recovery, scenario: Scenario) -> dict[str, Any]:
 def _reliability(reliability: Reliability | None, recovery: Recovery, scenario: Scenario) -> dict[str, Any]:
     if reliability is None:
         return {}
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "causes": causes_of(reliability, recovery, scenario.job.cluster),
         "detection_s": reliability.detection_s,
         "timeout_s": reliability.timeout_s,
     }
     if (corruption := reliability.silent_corruption) is not None:
-        found["corruption_mtbf_s"] = HOUR_S * corruption.device_mtbf_h
-        found["corruption_found_s"] = HOUR_S * corruption.found_h
+        fields["corruption_mtbf_s"] = HOUR_S * corruption.device_mtbf_h
+        fields["corruption_found_s"] = HOUR_S * corruption.found_h
     if (slow := reliability.fail_slow) is not None:
-        found["slow_mtbf_s"] = HOUR_S * slow.device_mtbf_h
-        found["slow_factor"] = slow.slowdown
-        found["slow_found_s"] = HOUR_S * slow.found_h
+        fields["slow_mtbf_s"] = HOUR_S * slow.device_mtbf_h
+        fields["slow_factor"] = slow.slowdown
+        fields["slow_found_s"] = HOUR_S * slow.found_h
     if (maintenance := reliability.maintenance) is not None:
-        found["maintenance_every_s"] = HOUR_S * maintenance.every_h
-        found["maintenance_s"] = HOUR_S * maintenance.duration_h
-    return found
+        fields["maintenance_every_s"] = HOUR_S * maintenance.every_h
+        fields["maintenance_s"] = HOUR_S * maintenance.duration_h
+    return fields
 
 
 def _spot(spot: Spot, scenario: Scenario) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "is_spot": True,
         "notice_s": spot.notice_s,
         "on_demand": spot.fallback == "on_demand",
     }
     if spot.trace is not None:
         times_s, nodes = read_trace(folder_of(scenario.file or "") / spot.trace)
-        return {**found, "trace_s": times_s, "trace_nodes": nodes}
+        return {**fields, "trace_s": times_s, "trace_nodes": nodes}
     rates = {"preemptions_per_h": spot.preemptions_per_h, "wait_h": spot.wait_h}
     if spot.zone is not None:
         rates = catalog.spot_zone(spot.zone)
     assert rates["preemptions_per_h"] is not None, "a spot section without a trace has a rate"
     return {
-        **found,
+        **fields,
         "preemption_mtbf_s": HOUR_S / rates["preemptions_per_h"],
         "spot_wait_s": HOUR_S * (rates["wait_h"] or 0.0),
     }

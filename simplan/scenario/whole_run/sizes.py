@@ -61,7 +61,10 @@ def _check_min_nodes(scenario: Scenario, min_nodes: int) -> None:
     except SpecError as error:
         able, _ = scenarios_on_fewer(scenario, 1)
         nodes = sorted([*able, scenario.job.cluster.num_nodes])
-        near = [*[each for each in nodes if each < min_nodes][-1:], *[each for each in nodes if each > min_nodes][:1]]
+        near = [
+            *[number for number in nodes if number < min_nodes][-1:],
+            *[number for number in nodes if number > min_nodes][:1],
+        ]
         rule = f"cannot run this plan: {error.problems[0].sentence()}"
         problem = Problem(field="recovery.min_nodes", value=str(min_nodes), rule=rule, fix=f"use {either(near)}")
         raise SpecError(problem, file=scenario.file) from None
@@ -76,8 +79,8 @@ def _fewer_groups(scenario: Scenario, whole: Size, min_nodes: int | None, predic
     numbers = range(groups - 1, least - 1, -1)
     if not numbers:
         return []
-    predicted = sorted({int(each) for each in np.linspace(least, groups - 1, _MAX_PREDICTED)})
-    step_s = [predict(_on_groups(scenario, each)).step_time_s for each in predicted]
+    predicted = sorted({int(num_groups) for num_groups in np.linspace(least, groups - 1, _MAX_PREDICTED)})
+    step_s = [predict(_on_groups(scenario, num_groups)).step_time_s for num_groups in predicted]
     interpolated = np.interp(numbers, [*predicted, groups], [*step_s, whole.step_s])
     return [
         Size(num_nodes=number * nodes, step_s=float(seconds), advance=number / groups)

@@ -73,12 +73,12 @@ class Bounds:
         replicas = tuple(dict.fromkeys(replica for of in by_kind for replica in of))
         numbers = {replica: number for number, replica in enumerate(replicas)}
         counts = np.array([len(of) for of in by_kind])[kind]
-        which = np.array([numbers[replica] for each in kind.tolist() for replica in by_kind[each]])
-        found = self._of_replicas(rows.take(np.repeat(np.arange(len(rows)), counts)), which, replicas, limit)
+        which = np.array([numbers[replica] for kind_index in kind.tolist() for replica in by_kind[kind_index]])
+        bounds = self._of_replicas(rows.take(np.repeat(np.arange(len(rows)), counts)), which, replicas, limit)
         starts, every = counts.cumsum() - counts, rows.has("microbatch_sizes", None)
         return Bounded(
-            np.where(every, *(of.reduceat(found.device_bytes, starts) for of in (np.maximum, np.minimum))),
-            np.where(every, *(of.reduceat(found.step_time_s, starts) for of in (np.maximum, np.minimum))),
+            np.where(every, *(of.reduceat(bounds.device_bytes, starts) for of in (np.maximum, np.minimum))),
+            np.where(every, *(of.reduceat(bounds.step_time_s, starts) for of in (np.maximum, np.minimum))),
         )
 
     def _of_replicas(
@@ -108,8 +108,8 @@ class Bounds:
             if len(near):
                 if self._times is None:
                     self._times = StepTimeBound(self._job, self._layers.cost_cache(part.plan(0)))
-                used, own = np.unique(ways[near], return_inverse=True)
-                seconds[here[near]] = self._times.seconds(part.take(near), pipeline.take(used), own.reshape(-1))
+                used, index = np.unique(ways[near], return_inverse=True)
+                seconds[here[near]] = self._times.seconds(part.take(near), pipeline.take(used), index.reshape(-1))
         return Bounded(num_bytes, seconds)
 
     def _pipeline(
@@ -123,17 +123,17 @@ class Bounds:
             columns.append(self._job.training.global_batch_size // (rows.dp * rows["microbatch_size"]))
         numbers, first, ways = np.unique(np.stack(columns), axis=1, return_index=True, return_inverse=True)
         if self._is_uniform(rows):
-            found = self._uniform_ways(rows, first, numbers)
+            pipelines = self._uniform_ways(rows, first, numbers)
         else:
             plans = [rows.plan(row) for row in first.tolist()]
             numbers_of_replicas = which[first].tolist()
-            found = [
+            pipelines = [
                 self._way(plan, replicas[number] or replicas_of(self._job.with_plan(plan))[0])
                 for plan, number in zip(plans, numbers_of_replicas, strict=True)
             ]
         plan = rows.plan(0)
         placement = stage_ranks(plan.schedule, plan.pp, plan.num_stages) or ()
-        return Pipeline.of(found, placement, splits=bool(self._splits[rows["schedule"][0]])), ways.reshape(-1)
+        return Pipeline.of(pipelines, placement, splits=bool(self._splits[rows["schedule"][0]])), ways.reshape(-1)
 
     def _is_uniform(self, rows: Candidates) -> bool:
         """True if layers do not depend on the mesh: equal nodes, and ranks in the order of the mesh."""
@@ -150,16 +150,16 @@ class Bounds:
         width = cluster.num_devices // num_ranks
         aligned = width % cluster.devices_per_node == 0 or cluster.devices_per_node % width == 0
         of_pipeline = bool(self._splits[rows["schedule"][0]]), 0 if aligned else num_ranks
-        found = []
+        uniform = []
         for row, key in zip(first.tolist(), map(tuple, numbers.T.tolist()), strict=True):
             layers = self._known.get((of_pipeline, key))
             if layers is None:
                 plan = rows.plan(row)
                 layers = self._known[of_pipeline, key] = self._layers.layers(plan, plan.microbatch_size)
-            found.append(layers)
+            uniform.append(layers)
         devices = tuple(range(0, cluster.num_devices, width))
         plan = rows.plan(0)
-        return [Way([layers] * num_ranks, devices, self._layers.boundaries(plan, layers)) for layers in found]
+        return [Way([layers] * num_ranks, devices, self._layers.boundaries(plan, layers)) for layers in uniform]
 
     def _way(self, plan: ParallelPlan, replica: Replica) -> Way:
         """Layer configuration of a plan on the devices of a replica."""
@@ -189,14 +189,14 @@ class Bounds:
         here = np.flatnonzero((num_bytes <= limit) & known[ways])
         if not len(here):
             return
-        used, own = np.unique(ways[here], return_inverse=True)
-        tried, own, plan = [pipeline.ways[way] for way in used.tolist()], own.reshape(-1), rows.plan(0)
+        used, index = np.unique(ways[here], return_inverse=True)
+        tried, index, plan = [pipeline.ways[way] for way in used.tolist()], index.reshape(-1), rows.plan(0)
         splits = np.array([way.first_boundaries for way in tried])
         placement = np.array(stage_ranks(plan.schedule, plan.pp, plan.num_stages) or range(plan.num_stages))
         first = [way._replace(boundaries=split) for way, split in zip(tried, splits, strict=True)]
-        tensors, wanted = self._memory.of_ranks(rows.take(here), Pipeline(first, placement, pipeline.splits), own)
-        device_bytes = self._device_bytes(tried)[own]
-        blocks, model = np.diff(splits, axis=1)[own], self._job.model
+        tensors, wanted = self._memory.of_ranks(rows.take(here), Pipeline(first, placement, pipeline.splits), index)
+        device_bytes = self._device_bytes(tried)[index]
+        blocks, model = np.diff(splits, axis=1)[index], self._job.model
         blocks[:, 0] -= 1
         blocks[:, -1] -= model.num_last_layers
         lacking = np.maximum(0, 1 - device_bytes / tensors)[:, placement]

@@ -33,7 +33,7 @@ def _groups(
 ) -> Groups:
     if placement is None and _is_aligned(mapping, cluster):
         return (mapping.group(kind, 0),)
-    found: dict[Hashable, tuple[int, ...]] = {}
+    groups: dict[Hashable, tuple[int, ...]] = {}
     seen: set[int] = set()
     for first in range(0, mapping.world_size, 1 if cluster.is_mixed else mapping.ranks_per_stage):
         if first not in seen:
@@ -42,8 +42,8 @@ def _groups(
             devices = ranks if placement is None else placement.devices_of(ranks)
             nodes = Counter((cluster.group_of(device), cluster.node_of(device)) for device in devices)
             if node_group is None or any(group == node_group for group, _ in nodes):
-                found.setdefault(tuple(sorted((group, size) for (group, _), size in nodes.items())), devices)
-    return tuple(found.values())
+                groups.setdefault(tuple(sorted((group, size) for (group, _), size in nodes.items())), devices)
+    return tuple(groups.values())
 
 
 def _is_aligned(mapping: RankMapping, cluster: ClusterSpec) -> bool:

@@ -80,7 +80,7 @@ def rank_instants(
     """
     few = _few(schedule, pp, num_microbatches)
     instants = (_instants(schedule, pp, few, virtual_stages, rank) for rank in ranks)
-    return tuple(each.of_longer(num_microbatches - few) for each in instants)
+    return tuple(of_rank.of_longer(num_microbatches - few) for of_rank in instants)
 
 
 @lru_cache(maxsize=32)
@@ -89,7 +89,13 @@ def _computations(schedule: str, pp: int, num_microbatches: int, virtual_stages:
     make = SCHEDULES.get(schedule) or custom_schedule(schedule)
     table = make(PipelineShape(pp, num_microbatches, virtual_stages))
     rows = ([action for action in row if action.kind in _KINDS] for row in table)
-    return [(np.array([_KINDS[each.kind] for each in row]), np.array([each.stage for each in row])) for row in rows]
+    return [
+        (
+            np.array([_KINDS[computation.kind] for computation in row]),
+            np.array([computation.stage for computation in row]),
+        )
+        for row in rows
+    ]
 
 
 def _few(schedule: str, pp: int, num_microbatches: int) -> int:
@@ -115,9 +121,9 @@ def _peaks(numbers: _Integers) -> tuple[int, int]:
 def _instants(schedule: str, pp: int, num_microbatches: int, virtual_stages: int, rank: int) -> Instants:
     """Points: first backward, most microbatches saved, gradients of all stages, first stage with complete gradients."""
     kinds, stages = _computations(schedule, pp, num_microbatches, virtual_stages)[rank]
-    own, place = np.unique(stages, return_inverse=True)
+    stages_of_rank, place = np.unique(stages, return_inverse=True)
     completes = np.flatnonzero((kinds == _B) | (kinds == _W))
-    first, last = np.zeros(len(own), np.int64), np.zeros(len(own), np.int64)
+    first, last = np.zeros(len(stages_of_rank), np.int64), np.zeros(len(stages_of_rank), np.int64)
     last[place[completes]] = completes  # of equal places the last one stays
     first[place[completes[::-1]]] = completes[::-1]
     under_way = np.cumsum(np.select([kinds == _F, kinds == _W], [1, 0], -1))  # until the first part of their backward
@@ -130,11 +136,12 @@ def _instants(schedule: str, pp: int, num_microbatches: int, virtual_stages: int
     most = {time for numbers in (under_way, unfinished, with_gradients) for time in _peaks(numbers)}
     times = sorted({int(backwards[0]), *most, *all_began.tolist(), int(last.min())})
     done = [
-        np.stack([np.bincount(place[:t][kinds[:t] == kind], minlength=len(own)) for t in times]) for kind in range(4)
+        np.stack([np.bincount(place[:t][kinds[:t] == kind], minlength=len(stages_of_rank)) for t in times])
+        for kind in range(4)
     ]
     forwards, wholes, inputs, weights = done
     completed = wholes + weights
-    begins, used, wanted = (np.zeros((len(times), len(own)), np.int64) for _ in range(3))
+    begins, used, wanted = (np.zeros((len(times), len(stages_of_rank)), np.int64) for _ in range(3))
     for row, time in enumerate(times):
         begins[row, place[time]] = kinds[time] == _B
         ahead = list(dict.fromkeys(place[time:].tolist()))
@@ -143,7 +150,7 @@ def _instants(schedule: str, pp: int, num_microbatches: int, virtual_stages: int
     adding_up = (completed > 0) & (completed < forwards.max())
     return Instants(
         rank,
-        own,
+        stages_of_rank,
         forwards - wholes - inputs,
         inputs - weights,
         adding_up.astype(np.int64),

@@ -170,10 +170,10 @@ class Layers:
         fields = self._by_layer(lambda position: passes.of_layer(position, splits=self._splits))
         last_forward_s = float(fields[0, -1])
         for stages in self._untrained:
-            own, seconds = _PassTimes(job, stages, self._groups, cost_cache), dict[str, float]()
+            pass_times, seconds = _PassTimes(job, stages, self._groups, cost_cache), dict[str, float]()
             for position, layer in enumerate(stages.layers[0]):
                 if layer.key not in seconds:
-                    seconds[layer.key] = own.forward_s(position)
+                    seconds[layer.key] = pass_times.forward_s(position)
                 fields[0, position] += seconds[layer.key]
                 last_forward_s += 0.0 if stages.comes_first else seconds[layer.key]
         block = self._stages.layers[0][1]
@@ -185,7 +185,7 @@ class Layers:
     @cached_property
     def second_model_elements(self) -> tuple[float, int]:
         """Weights of a reference model next to the one that is trained, and bytes per weight; zeros for none."""
-        stages = next((each for each in self._untrained if each.is_second_model), None)
+        stages = next((untrained for untrained in self._untrained if untrained.is_second_model), None)
         if stages is None:
             return 0.0, 0
         return float(sum(stages.owned[0])), int(stages.state.frozen)
@@ -237,12 +237,15 @@ class Way(NamedTuple):
             placement: ``(stages,)`` Pipeline rank of each stage.
             of: Selects bytes or times.
         """
-        starts, ends = (np.broadcast_to(each, placement.shape) for each in (self.boundaries[:-1], self.boundaries[1:]))
-        found = of(self.ranks[0]).of_stages(starts, ends)
+        starts, ends = (
+            np.broadcast_to(ends_of_stages, placement.shape)
+            for ends_of_stages in (self.boundaries[:-1], self.boundaries[1:])
+        )
+        of_stages = of(self.ranks[0]).of_stages(starts, ends)
         for layers in {id(of): of for of in self.ranks[1:] if of is not self.ranks[0]}.values():
             here = np.array([of is layers for of in self.ranks])[placement]
-            found[:, here] = of(layers).of_stages(starts[here], ends[here])
-        return found
+            of_stages[:, here] = of(layers).of_stages(starts[here], ends[here])
+        return of_stages
 
 
 @dataclass(frozen=True, eq=False)
@@ -340,17 +343,17 @@ class LayersCache:
             balanced: The layers to split.
         """
         num_last, ranks = self._job.model.num_last_layers, stage_ranks(plan.schedule, plan.pp, plan.num_stages)
-        given = given_stage_layers(self._job.with_plan(plan))
-        if self._job.cluster.is_mixed and given is None:
+        fixed = given_stage_layers(self._job.with_plan(plan))
+        if self._job.cluster.is_mixed and fixed is None:
             return np.array([0, len(self._job.model.layers)])
-        key = (ranks, given) if given is not None else (ranks, balanced.balance_s)
-        if (found := self._boundaries.get(key)) is None:
-            if given is not None:
-                assignment = assign_stage_layers(given, num_last)
+        key = (ranks, fixed) if fixed is not None else (ranks, balanced.balance_s)
+        if (boundaries := self._boundaries.get(key)) is None:
+            if fixed is not None:
+                assignment = assign_stage_layers(fixed, num_last)
             else:
                 assignment = balanced_assignment(balanced.balance_s, plan.num_stages, num_last, ranks)
-            found = self._boundaries[key] = np.array(assignment.boundaries)
-        return found
+            boundaries = self._boundaries[key] = np.array(assignment.boundaries)
+        return boundaries
 
     def first_boundaries(self, plan: ParallelPlan, ranks: Sequence[Layers]) -> NDArray[np.int64] | None:
         """See ``Way``.
@@ -363,10 +366,10 @@ class LayersCache:
             return None
         of_stages = stage_ranks(plan.schedule, plan.pp, plan.num_stages) or tuple(range(plan.num_stages))
         times_s = tuple(layers.balance_s for layers in ranks)
-        if (found := self._boundaries.get((of_stages, times_s))) is None:
+        if (boundaries := self._boundaries.get((of_stages, times_s))) is None:
             assignment = balanced_unequal_assignment(times_s, of_stages, job.model.num_last_layers)
-            found = self._boundaries[of_stages, times_s] = np.array(assignment.boundaries)
-        return found
+            boundaries = self._boundaries[of_stages, times_s] = np.array(assignment.boundaries)
+        return boundaries
 
     def cost_cache(self, plan: ParallelPlan, node_group: int | None = None) -> CostCache:
         """Cost estimates for a plan; ranks of communication are devices."""
@@ -382,7 +385,7 @@ def _stages_of_passes(job: Job) -> tuple[Stages, ...]:
         return (trained,)
     from simplan.program.lowering.passes import forward_passes  # only where needed
 
-    return trained, *(Stages(job, assignment, _WHOLE_MODEL, each) for each in forward_passes(job))
+    return trained, *(Stages(job, assignment, _WHOLE_MODEL, forward) for forward in forward_passes(job))
 
 
 def _bytes_of(stages: Stages, position: int, *, splits: bool) -> tuple[float, ...]:
@@ -391,12 +394,12 @@ def _bytes_of(stages: Stages, position: int, *, splits: bool) -> tuple[float, ..
     footprint, between = facts.footprint, 0
     if splits:
         between = facts.split().between_activations + facts.split().between_logits
-    own = [p for p in layer.parameters if p.name not in layer.tied]
-    trained = sum(p.num_elements for p in own if not p.frozen)
-    experts = sum(p.num_elements for p in own if p.expert and not p.frozen)
-    frozen: float = sum(p.num_elements for p in own if p.frozen and p.stored is None)
+    parameters = [p for p in layer.parameters if p.name not in layer.tied]
+    trained = sum(p.num_elements for p in parameters if not p.frozen)
+    experts = sum(p.num_elements for p in parameters if p.expert and not p.frozen)
+    frozen: float = sum(p.num_elements for p in parameters if p.frozen and p.stored is None)
     scale_bytes = 0
-    for p in own:
+    for p in parameters:
         if p.stored is not None:
             frozen += p.stored.divided_bytes(p.shape) / stages.state.frozen
             scale_bytes += p.stored.replicated_bytes(p.shape)
@@ -463,8 +466,8 @@ class CostCache:
 
     def work_s(self, work: LayerWork) -> float:
         """Compute seconds of one phase of one layer."""
-        own = work if self._node_group is None else work._replace(group=self._node_group)
-        return self._cost.compute(own).seconds
+        of_group = work if self._node_group is None else work._replace(group=self._node_group)
+        return self._cost.compute(of_group).seconds
 
     def collective_s(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
         """Seconds of a collective or P2P send of whole bytes in the fastest of some groups; 0 for none."""
@@ -476,6 +479,6 @@ class CostCache:
         """Seconds of a collective or P2P send."""
         if not self.sends or len(communication.ranks) == 1:
             return 0.0
-        if (found := self._communications_s.get(communication)) is None:
-            found = self._communications_s[communication] = self._cost.communication(communication).seconds
-        return found
+        if (seconds := self._communications_s.get(communication)) is None:
+            seconds = self._communications_s[communication] = self._cost.communication(communication).seconds
+        return seconds

@@ -51,8 +51,8 @@ class MemoryBound:
             ways: ``(rows,)`` Index of the layer configuration in ``pipeline``.
         """
         if not pipeline.has_split:
-            [found] = self._by_shape(rows, ways, partial(self._of_any_split, pipeline))
-            return self._context_bytes + whole_bytes(found)
+            [needed] = self._by_shape(rows, ways, partial(self._of_any_split, pipeline))
+            return self._context_bytes + whole_bytes(needed)
         fullest = {0, pipeline.num_ranks - 1, _fullest(pipeline)}
         held, passing = self._by_shape(rows, ways, partial(self._of_shape, pipeline, tuple(sorted(fullest))))
         return np.asarray(self._context_bytes + whole_bytes((held + self._reserve * passing).max(axis=1)))
@@ -76,14 +76,14 @@ class MemoryBound:
         """
         many = self._job.training.global_batch_size // (rows.dp * rows["microbatch_size"])
         shapes = np.stack([rows.shards_parameters, rows["ep"] > 1, rows["schedule"], many])
-        found: tuple[Floats, ...] = ()
+        arrays: tuple[Floats, ...] = ()
         for shape in np.unique(shapes, axis=1).T:
             here = np.flatnonzero((shapes == shape[:, None]).all(axis=0))
             parts = of_shape(rows.take(here), ways[here], int(shape[3]))
-            found = found or tuple(np.zeros((len(rows), *part.shape[1:])) for part in parts)
-            for whole, part in zip(found, parts, strict=True):
+            arrays = arrays or tuple(np.zeros((len(rows), *part.shape[1:])) for part in parts)
+            for whole, part in zip(arrays, parts, strict=True):
                 whole[here] = part
-        return found
+        return arrays
 
     def _of_shape(
         self, pipeline: Pipeline, ranks: tuple[int, ...], rows: Candidates, ways: Column, many: int
@@ -244,15 +244,15 @@ class MemoryBound:
         state: StateBytes,
     ) -> Floats:
         """``(rows,)`` Transient bytes of one rank at its worst peak point."""
-        own, (kept, between, during) = instants.stages, own_bytes
-        passing = kept[:, own] @ instants.in_flight.T + between[:, own] @ instants.between.T
-        passing += during[:, own] @ instants.begins.T
+        stages_of_rank, (kept, between, during) = instants.stages, own_bytes
+        passing = kept[:, stages_of_rank] @ instants.in_flight.T + between[:, stages_of_rank] @ instants.between.T
+        passing += during[:, stages_of_rank] @ instants.begins.T
         if self._job.software.runtime == "torch" and int(rows["pp"][0]) > 1:
             none = np.zeros((len(into), 1))
-            sent, sent_back = np.hstack([into, none])[:, own], np.hstack([none, into])[:, own]
+            sent, sent_back = np.hstack([into, none])[:, stages_of_rank], np.hstack([none, into])[:, stages_of_rank]
             passing += sent @ instants.forwards.T + sent_back @ instants.backwards.T
         passing = passing[ways]
-        trained = stages.trained[:, own][ways]
+        trained = stages.trained[:, stages_of_rank][ways]
         if rows.shards_parameters[0]:
             passing = passing + self._gathered_bytes(rows, trained, instants, state)
         elif self._job.software.drops_gradients:  # gradients of some microbatches, outside of DDP's buckets
@@ -267,14 +267,14 @@ class MemoryBound:
         accumulated = trained @ instants.adding_up.T * state.accumulated
         drops = software.drops_gradients and not rows.base.offload_optimizer
         reduced = trained / rows.num_shards[:, None] @ instants.adding_up.T * (state.gradient if drops else 0)
-        found = np.where(rows.reduces_every_microbatch[:, None], reduced, accumulated)
+        largest = np.where(rows.reduces_every_microbatch[:, None], reduced, accumulated)
         if software.per_rank_tensor_lists:
-            return found
+            return largest
         all_stages = trained @ instants.used.T
         frees = (rows["zero_stage"] == 3) & (rows["reshard_after_forward"] == 1)
         window = trained @ instants.wanted.T if in_pipeline else np.zeros_like(all_stages)
         gathered = np.where(frees[:, None], window, all_stages) * state.gathered
-        return np.asarray(found + gathered)
+        return np.asarray(largest + gathered)
 
 
 def whole_bytes(num_bytes: Floats) -> Column:
@@ -304,5 +304,5 @@ def _least_in_flight(rows: Candidates, num_ranks: int, many: int) -> NDArray[np.
     facts = SCHEDULE_FACTS.get(schedule)
     if facts is not None and facts.needs_times:
         return np.zeros(num_ranks, np.int64)
-    found = rank_instants(schedule, num_ranks, many, int(rows["virtual_stages"][0]), tuple(range(num_ranks)))
-    return np.array([instants.in_flight.min(axis=1).max() for instants in found])
+    peak_points = rank_instants(schedule, num_ranks, many, int(rows["virtual_stages"][0]), tuple(range(num_ranks)))
+    return np.array([instants.in_flight.min(axis=1).max() for instants in peak_points])

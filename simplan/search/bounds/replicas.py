@@ -69,9 +69,9 @@ def _least_sizes(job: Job, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int,
     times = [partial(seconds, of) for of in groups]
     best = balanced_sizes(total, times)
     slowest_s = _ROUNDING * max(of(size) for of, size in zip(times, best, strict=True))
-    found = {}
+    sizes = {}
     for of in dict.fromkeys(groups):
         size = next((size for size in range(1, total + 1) if seconds(of, size) >= slowest_s), None)
         if size is not None:
-            found[of] = size
-    return found
+            sizes[of] = size
+    return sizes

@@ -78,18 +78,18 @@ class ShardingTimes:
     def stages(self, rows: Candidates, row: int, boundaries: NDArray[np.int64]) -> Floats:
         """``(2, stages)`` Seconds of all all-gathers and of all reduce-scatters, of a plan with a pipeline."""
         key = tuple(int(rows[name][row]) for name in _SHARDED)
-        if (found := self._by_layer.get(key)) is None:
-            found = self._by_layer[key] = self._of_layers(rows.plan(row))
-        return np.diff(found[:, boundaries])
+        if (sums := self._by_layer.get(key)) is None:
+            sums = self._by_layer[key] = self._of_layers(rows.plan(row))
+        return np.diff(sums[:, boundaries])
 
     def _of_layers(self, plan: ParallelPlan) -> Floats:
         """``(2, layers + 1)`` Prefix sums over layers of all-gather and of reduce-scatter seconds."""
         units = self._units_of(plan)
         gathers_s, scatters_s, _ = self._communications_s(plan, units)
-        found = np.zeros((2, len(self._job.model.layers) + 1))
+        sums = np.zeros((2, len(self._job.model.layers) + 1))
         for unit, gather_s, scatter_s in zip(units, gathers_s, scatters_s, strict=True):
-            found[:, unit.layers[0] + 1] += gather_s, scatter_s
-        return found.cumsum(axis=1)
+            sums[:, unit.layers[0] + 1] += gather_s, scatter_s
+        return sums.cumsum(axis=1)
 
     def _of_pass(self, plan: ParallelPlan) -> _PassCommunications:
         software, units = self._job.software, self._units_of(plan)
@@ -131,7 +131,7 @@ class ShardingTimes:
         state, cluster = self._job.software.state(self._job.training, plan), self._job.cluster
         replicas, collective_s = groups_of(plan, cluster, "replicate"), self._cost_cache.collective_s
         known: dict[tuple[int, int, bool], tuple[float, float, float]] = {}
-        found = []
+        by_layer = []
         apart = plan.replicas_apart
         for unit in units:
             key = unit.gathered_bytes(state), unit.trained_padded, unit.experts
@@ -143,6 +143,6 @@ class ShardingTimes:
                     collective_s(CollectiveKind.REDUCE_SCATTER, num_bytes, groups),
                     0.0 if apart else collective_s(CollectiveKind.ALL_REDUCE, num_bytes // len(groups[0]), replicas),
                 )
-            found.append(known[key])
-        gathers_s, scatters_s, all_reduces_s = (list(each) for each in zip(*found, strict=True))
+            by_layer.append(known[key])
+        gathers_s, scatters_s, all_reduces_s = (list(column_s) for column_s in zip(*by_layer, strict=True))
         return gathers_s, scatters_s, all_reduces_s

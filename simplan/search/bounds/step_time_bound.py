@@ -68,14 +68,14 @@ class StepTimeBound:
         """
         if not pipeline.has_split:
             return self._of_any_split_s(rows, pipeline, ways) + self._host_s
-        found, sharded = np.zeros(len(rows)), rows.shards_parameters
+        total_s, sharded = np.zeros(len(rows)), rows.shards_parameters
         alone = sharded & (rows["pp"] == 1) & self._cost_cache.sends
         for part in (alone, sharded & ~alone, ~sharded & ~alone):
             here = np.flatnonzero(part)
             if len(here):
                 make = self._alone_s if alone[here[0]] else self._pipelined_s
-                found[here] = make(rows.take(here), pipeline, ways[here])
-        return found + self._host_s
+                total_s[here] = make(rows.take(here), pipeline, ways[here])
+        return total_s + self._host_s
 
     def _pipelined_s(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Floats:
         """``(rows,)`` Bounds with a pipeline, or without sharded parameters."""
@@ -131,9 +131,9 @@ class StepTimeBound:
     def _hops_s(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Floats:
         """``(ways, ranks)`` Seconds of one microbatch's P2P send from the first stage of each rank to the next rank."""
         num_ranks, sizes = pipeline.num_ranks, pipeline.stages.output_bytes
-        found = np.zeros((len(sizes), num_ranks))
+        by_rank = np.zeros((len(sizes), num_ranks))
         if num_ranks == 1 or not self._cost_cache.sends:
-            return found
+            return by_rank
         splits = self._job.software.scatter_gather_p2p
         parts = np.ones(len(sizes))
         parts[ways] = np.where(rows["sequence_parallel"] == 1, 1, rows["tp"]) if splits else 1
@@ -149,22 +149,22 @@ class StepTimeBound:
             pair = int(sources[here][0]), int(targets[here][0])
             values, place = np.unique(sent[here], return_inverse=True)
             seconds = [self._cost_cache.collective_s(CollectiveKind.SEND, size, (pair,)) for size in values]
-            found[here] = np.array(seconds)[place.reshape(-1)]
-        return found
+            by_rank[here] = np.array(seconds)[place.reshape(-1)]
+        return by_rank
 
     def _sends_s(self, rows: Candidates, hops_s: Floats, many: Column) -> Floats:
         """``(rows, ranks)`` Seconds that ranks of synchronous schedules wait for P2P sends."""
         num_ranks = hops_s.shape[1]
-        found = np.zeros_like(hops_s)
+        sends_s = np.zeros_like(hops_s)
         waits = np.zeros(len(rows), np.bool_)
         for schedule in self._job.software.blocking_p2p_schedules:
             waits |= rows.has("schedule", schedule) if schedule in rows.values["schedule"] else False
         if num_ranks == 1 or not waits.any():
-            return found
-        found[:, :-1] += many[:, None] * hops_s[:, :-1]  # the next computation waits for each send
-        found[:, 1:] += many[:, None] * hops_s[:, :-1]
-        found = np.maximum(0, found - hops_s.max(axis=1)[:, None])
-        return np.where(waits[:, None], found, 0.0)
+            return sends_s
+        sends_s[:, :-1] += many[:, None] * hops_s[:, :-1]  # the next computation waits for each send
+        sends_s[:, 1:] += many[:, None] * hops_s[:, :-1]
+        sends_s = np.maximum(0, sends_s - hops_s.max(axis=1)[:, None])
+        return np.where(waits[:, None], sends_s, 0.0)
 
     def _tail(self, rows: Candidates, pipeline: Pipeline, ways: Column, scatters_s: Floats | None) -> _Tail:
         first = slice(0, pipeline.num_ranks)
@@ -228,18 +228,18 @@ class StepTimeBound:
         stages = pipeline.stages
         update_s = self._update_s(rows, pipeline, ways, stages.trained[ways], stages.experts[ways])[:, 0]
         many = self._job.training.global_batch_size // (rows.dp * rows["microbatch_size"])
-        each = rows.reduces_every_microbatch
+        every = rows.reduces_every_microbatch
         batch_s = self._batch_s
-        found = np.zeros(len(rows))
+        alone_s = np.zeros(len(rows))
         for row, way in enumerate(ways.tolist()):
             units = self._sharding.alone(rows, row)
             times = pipeline.ways[way].ranks[0].times
             forwards_s, backwards_s = np.diff(times.summed)
             forward_s, reduced_s, plain_s = units.pass_times_s(forwards_s, backwards_s, times.last_forward_s)
-            num_reduced = int(many[row]) if each[row] else 1
+            num_reduced = int(many[row]) if every[row] else 1
             passes_s = many[row] * (forward_s + batch_s) + num_reduced * reduced_s
-            found[row] = passes_s + (many[row] - num_reduced) * plain_s
-        return found + update_s
+            alone_s[row] = passes_s + (many[row] - num_reduced) * plain_s
+        return alone_s + update_s
 
     def _meshes(self, rows: Candidates) -> list[tuple[NDArray[np.int64], ParallelPlan]]:
         """Groups of rows with equal parallel degrees and ZeRO stage, each with one of its plans."""
@@ -254,5 +254,5 @@ class StepTimeBound:
         if len(groups[0]) == 1:
             return np.zeros_like(num_bytes)
         sizes, place = np.unique(num_bytes.astype(np.int64), return_inverse=True)
-        found = np.array([self._cost_cache.collective_s(kind, size, groups) for size in sizes.tolist()])
-        return np.asarray(found[place].reshape(num_bytes.shape))
+        of_sizes_s = np.array([self._cost_cache.collective_s(kind, size, groups) for size in sizes.tolist()])
+        return np.asarray(of_sizes_s[place].reshape(num_bytes.shape))

@@ -40,9 +40,9 @@ class Evaluator:
         if self._spent_s > _LOADING_S:
             load_compiled()
         start_s = time.monotonic()
-        found = evaluate_step(self.job.with_plan(plan), self.calibration, max_bytes, whole=whole)
+        evaluated = evaluate_step(self.job.with_plan(plan), self.calibration, max_bytes, whole=whole)
         self._spent_s += time.monotonic() - start_s
-        return found
+        return evaluated
 
     def bounded(self, rows: Candidates, max_bytes: float | None) -> Bounded:
         """Bounds of candidates; see ``Bounds``."""

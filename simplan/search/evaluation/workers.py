@@ -150,10 +150,10 @@ class _Processes:
 
         def result() -> Result:
             try:
-                found: Result = future.result()
+                returned: Result = future.result()
             except BrokenExecutor:
                 return here()
-            return found
+            return returned
 
         return result
 
@@ -181,8 +181,8 @@ class _JoblibWorkers:
 
         pool = Parallel(n_jobs=self._number, batch_size=1)
         while batch := list(islice(calls, _PER_WORKER * self._number)):
-            found = pool(delayed(function)(*arguments) for _, arguments in batch)
-            yield from zip((key for key, _ in batch), found, strict=True)
+            results = pool(delayed(function)(*arguments) for _, arguments in batch)
+            yield from zip((key for key, _ in batch), results, strict=True)
 
     def end(self) -> None:
         pass  # they are the caller's

@@ -147,7 +147,9 @@ _Key = tuple[str, int]
 def _recorded(recording: Recording) -> dict[_Key, list[int]]:
     """Bytes of every operation of all ranks."""
     return _by_key(
-        (each.kind, each.ranks, each.num_bytes) for rank in recording.ranks for each in rank.collectives or ()
+        (collective.kind, collective.ranks, collective.num_bytes)
+        for rank in recording.ranks
+        for collective in rank.collectives or ()
     )
 
 
@@ -166,11 +168,11 @@ def _predicted(prediction: Mapping[str, Any], job: Job) -> dict[_Key, list[int]]
 
 
 def _by_key(issued: Iterable[tuple[str, tuple[int, ...], int]]) -> dict[_Key, list[int]]:
-    found: dict[_Key, list[int]] = defaultdict(list)
+    sizes: dict[_Key, list[int]] = defaultdict(list)
     for kind, ranks, num_bytes in issued:
         if len(ranks) > 1:
-            found[kind, len(ranks)].append(num_bytes)
-    return found
+            sizes[kind, len(ranks)].append(num_bytes)
+    return sizes
 
 
 def _words(key: _Key) -> str:

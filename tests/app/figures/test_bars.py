@@ -52,10 +52,10 @@ def found() -> Difference:
 
 
 def test_bars_sum_to_steps_and_to_memory(found: Difference) -> None:
-    one, two = found.first, found.second
+    first, second = found.first, found.second
     for rows, wholes in (
-        (found.time, (one.step_time_s, two.step_time_s)),
-        (found.memory, (one.device_bytes / GIB, two.device_bytes / GIB)),
+        (found.time, (first.step_time_s, second.step_time_s)),
+        (found.memory, (first.device_bytes / GIB, second.device_bytes / GIB)),
     ):
         figure = checked(difference_figure(rows, ("a", "b")))
         assert [sum(bar.x) for bar in figure.data] == pytest.approx(wholes)

@@ -68,8 +68,8 @@ def test_the_line_is_the_front_that_the_search_found(result: SearchResult) -> No
     [line] = [
         t for t in checked(plans_figure(plan_rows(result), "step_time_s", "device_gib", "pp")).data if t.mode == "lines"
     ]
-    found = list(zip(line.x, line.y, strict=True))
-    assert found == [(plan.step_time_s, plan.device_bytes / GIB) for plan in result.pareto]
+    points = list(zip(line.x, line.y, strict=True))
+    assert points == [(plan.step_time_s, plan.device_bytes / GIB) for plan in result.pareto]
 
 
 @pytest.mark.parametrize("colour", COLOURS)

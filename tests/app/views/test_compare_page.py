@@ -32,13 +32,13 @@ def test_numbers_are_those_of_predict() -> None:
     table = table_of(page)
     documents = [SMALL, LARGER, A100, TENSOR]
     predictions = [whole(dict(document)) for document in documents]
-    assert table["step time"] == [format_time(one.step_time_s) for one in predictions]
-    assert table["peak memory"] == [format_bytes(one.worst_memory.needed_bytes) for one in predictions]
-    assert table["MFU"] == [f"{100 * one.mfu:.1f} %" for one in predictions]
+    assert table["step time"] == [format_time(prediction.step_time_s) for prediction in predictions]
+    assert table["peak memory"] == [format_bytes(prediction.worst_memory.needed_bytes) for prediction in predictions]
+    assert table["MFU"] == [f"{100 * prediction.mfu:.1f} %" for prediction in predictions]
     step, memory, *_ = (json.loads(chart.proto.spec) for chart in page.get("plotly_chart"))
     for figure, totals in (
-        (step, [one.step_time_s * 1e3 for one in predictions]),
-        (memory, [one.worst_memory.device_bytes / 2**30 for one in predictions]),
+        (step, [prediction.step_time_s * 1e3 for prediction in predictions]),
+        (memory, [prediction.worst_memory.device_bytes / 2**30 for prediction in predictions]),
     ):
         bars = [trace["y"] for trace in figure["data"] if trace["type"] == "bar"]
         assert [sum(values) for values in zip(*bars, strict=True)] == pytest.approx(totals)

@@ -113,10 +113,13 @@ def test_another_ranked_plan_is_saved(simplan: Simplan, file: Path, tmp_path: Pa
     result = simplan("search", file, "--save-plan", "plan.yaml", "--rank", "2", "--json")
     assert (result.returncode, result.stderr) == (0, "wrote plan.yaml\n")
     second = json.loads(result.stdout)["ranked"][1]
-    assert json.loads(simplan("predict", "plan.yaml", "--json").stdout)["inputs"]["plan"] == second["plan"]
+    predicted = json.loads(simplan("predict", "plan.yaml", "--json").stdout)
+    assert predicted["inputs"]["plan"] == second["plan"]
+    assert predicted["step_time_s"] == pytest.approx(second["step_time_s"], rel=1e-9)
+    assert predicted["peak_memory_gib"] == second["peak_memory_gib"]
     saved = (tmp_path / "plan.yaml").read_text()
     assert saved.startswith("# Plan 2 of the ranking of `simplan search ")
-    assert yaml.safe_load(saved)["name"] == "small-2"
+    assert (yaml.safe_load(saved)["name"], "search" in yaml.safe_load(saved)) == ("small-2", False)
 
 
 def test_a_plan_is_saved_with_its_software(simplan: Simplan, file: Path, tmp_path: Path) -> None:
@@ -161,24 +164,6 @@ def test_fewer_plans_than_the_rank_to_save(simplan: Simplan, file: Path, tmp_pat
     assert not (tmp_path / "plan.yaml").exists()
 
 
-def test_a_saved_plan_is_a_scenario(simplan: Simplan, file: Path, tmp_path: Path) -> None:
-    result = simplan("search", file, "--save-plan", "plan.yaml", "--json", "--top", "2")
-    assert (result.returncode, result.stderr) == (0, "wrote plan.yaml\n")
-    document = json.loads(result.stdout)
-    assert len(document["ranked"]) == 2
-    predicted = json.loads(simplan("predict", "plan.yaml", "--json").stdout)
-    assert predicted["step_time_s"] == pytest.approx(document["best"]["step_time_s"], rel=1e-9)
-    assert predicted["peak_memory_gib"] == document["best"]["peak_memory_gib"]
-    assert predicted["inputs"]["plan"] == document["best"]["plan"]
-    assert "search" not in yaml.safe_load((tmp_path / "plan.yaml").read_text())
-
-
-def test_two_objectives_are_a_front(simplan: Simplan, file: Path) -> None:
-    result = simplan("search", file, "--objective", "memory", "--objective", "step_time", "--jobs", "2")
-    assert result.returncode == 0
-    assert "Pareto front of device memory and step time" in result.stdout
-
-
 def test_no_plan_is_exit_code_3_and_says_what_would_make_one(simplan: Simplan, file: Path) -> None:
     text = SCENARIO.replace("preset: dgx-h100", "preset: dgx-h100, device: {memory_bytes: 800000000}")
     file.write_text(text)
@@ -210,20 +195,6 @@ def test_batch_that_was_assumed_does_not_bound_the_largest(simplan: Simplan) -> 
     assert "Assumptions\n" in simplan(*asked, "num_hidden_layers", "--set", "search.recompute=[none]").stdout
 
 
-def test_the_fewest_devices_for_a_deadline(simplan: Simplan, file: Path) -> None:
-    text = SCENARIO.replace("[1f1b, zb-h1], recompute: [none, full], top: 3", "1f1b, recompute: none, top: 1")
-    times = {}
-    for size in (1, 2, 4):
-        file.write_text(text.replace("num_devices: 2", f"num_devices: {size}"))
-        times[size] = json.loads(simplan("search", file, "--json").stdout)["best"]["step_time_s"]
-    assert times[2] < times[1]
-    sizes = f"top: 1, num_devices: [1, 2, 4], max_step_time_s: {times[2]!r}"
-    file.write_text(text.replace("top: 1", sizes))
-    found = json.loads(simplan("search", file, "--fewest-devices", "--json").stdout)
-    assert (found["best"]["num_devices"], found["best"]["step_time_s"]) == (2, pytest.approx(times[2]))
-    assert found["space"]["rejected"]["max_step_time_s"] > 0
-
-
 def test_the_longest_sequence_is_saved_with_its_positions(simplan: Simplan, file: Path) -> None:
     """GPT has a row for every position."""
     memory = "num_devices: 2, device: {memory_bytes: 1500000000}"
@@ -242,10 +213,7 @@ def test_the_longest_sequence_is_saved_with_its_positions(simplan: Simplan, file
     [
         ("{objectiv: memory}", "search.objectiv: is not a known key; did you mean objective"),
         ("{schedule: [1f1c]}", 'search.schedule.0 = "1f1c": is not a schedule that is searched; did you mean 1f1b?'),
-        ("{tp: 0}", "search.tp = 0: must be at least 1"),
-        ('{tp: "2"}', 'search.tp = "2": must be a whole number; write 2 without quotes'),
         ("{tp: [2, 0]}", "search.tp.1 = 0: must be at least 1"),
-        ("{objectives: [memory, cost, step_time]}", "must have at most 2 values"),
         (
             "{zero_stage: [1, 2]}\nsoftware: megatron-core",
             "has zero_stage 0 or 1 only, as far as it is modeled; write [1]",
@@ -254,10 +222,8 @@ def test_the_longest_sequence_is_saved_with_its_positions(simplan: Simplan, file
             "{compiled: [true, false]}\nsoftware: megatron-core",
             "search.compiled = [true, false]: is no option of megatron-core; its options are cuda_graphs, ",
         ),
-        ("{compiled: []}", "search.compiled = []: must not be empty"),
         ("{stage_layers: [3]}", "write plan.stage_layers in the scenario that --save-plan writes, as a search "),
         ("{recompute_layers: 3}", "search.recompute_layers = 3: is not a known choice; known: all, least"),
-        ("{objective: cost}", "give dollars_per_device_hour and token_budget"),
         ("{}\nplan: {}", "search: cannot go with plan; keep one of the two"),
         ("{}\nexpect: [{metric: fits, value: true}]", "expect: is about the prediction of one plan"),
     ],

@@ -113,11 +113,13 @@ def test_devices_are_named_with_their_number(simplan: Simplan) -> None:
 
 
 def test_plan_of_which_nothing_is_given_is_an_assumed_one(simplan: Simplan) -> None:
-    one = ("mistral-7b", "--device", "4090", "--gpus", "1", "--lora-rank", "16", "--seq-len", "2048")
-    text = simplan("predict", *one).stdout
+    on_one_card = ("mistral-7b", "--device", "4090", "--gpus", "1", "--lora-rank", "16", "--seq-len", "2048")
+    text = simplan("predict", *on_one_card).stdout
     assert text.startswith("mistral-7b: the assumed plan does not fit: ")
     assert "The plan was assumed, and other plans may fit. Find them:" in text
-    assert not simplan("predict", *one, "--microbatch-size", "1").stdout.startswith("mistral-7b: the assumed plan ")
+    assert not simplan("predict", *on_one_card, "--microbatch-size", "1").stdout.startswith(
+        "mistral-7b: the assumed plan "
+    )
 
 
 @pytest.mark.parametrize(
@@ -176,8 +178,8 @@ def test_nodes_that_are_no_preset_have_options(simplan: Simplan) -> None:
     options = ["--device", "rtx-4090", "--gpus-per-node", "4", "--num-nodes", "2", "--gbit-per-node", "10"]
     links = json.loads(simplan("predict", "gpt2-124m", *options, "--json").stdout)["links"]
     assert links["inter_node"]["bytes_per_s_per_device"] == 10e9 / 8 / 4
-    one = json.loads(simplan("predict", "gpt2-124m", "--device", "l4", "--gpus", "4", "--json").stdout)
-    assert one["inputs"]["cluster"]["devices_per_node"] == 4
+    predicted = json.loads(simplan("predict", "gpt2-124m", "--device", "l4", "--gpus", "4", "--json").stdout)
+    assert predicted["inputs"]["cluster"]["devices_per_node"] == 4
     refused(simplan("predict", "gpt2-124m", "--device", "l4", "--gpus", "9"), "cluster.devices_per_node: is missing")
 
 
@@ -199,8 +201,8 @@ def test_init_writes_a_scenario_and_names_the_next_command(simplan: Simplan, tmp
     assert simplan(*shlex.split(command)[1:]).returncode == 0
     refused(simplan("init", "gpt2-124m", "-o", "my plan.yaml"), "exists; name another file, or give --force")
     assert "global_batch_size: 2 " in (tmp_path / "my plan.yaml").read_text()
-    found = json.loads(simplan("init", "gpt2-124m", "--search", "--force", "--json", "-o", "my plan.yaml").stdout)
-    assert found["scenario"]["search"] == {}
+    written = json.loads(simplan("init", "gpt2-124m", "--search", "--force", "--json", "-o", "my plan.yaml").stdout)
+    assert written["scenario"]["search"] == {}
     assert simplan("search", "my plan.yaml").returncode == 0
 
 

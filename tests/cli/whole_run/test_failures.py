@@ -85,17 +85,17 @@ def job_with(scenario: Scenario, **asked: Any) -> Any:
 def test_failures_of_the_scenario_pass_in_the_time_of_the_run(scenario: Path) -> None:
     """One node with 1000 h between failures, of which an hour is a thousandth of a second: 1 s."""
     scenario.write_text(scenario.read_text() + FAILING)
-    found = job_with(load_scenario(scenario), fail="scenario", seed=5, time_scale=3.6e6)
+    job = job_with(load_scenario(scenario), fail="scenario", seed=5, time_scale=3.6e6)
     again = job_with(load_scenario(scenario), fail="scenario", seed=5, time_scale=3.6e6)
-    assert found == again
-    assert found != job_with(load_scenario(scenario), fail="scenario", seed=6, time_scale=3.6e6)
-    assert {fault.kind for fault in found.faults} == {"kill"}
-    assert {fault.rank for fault in found.faults} == {0, 1}, "a node alone loses its ranks"
-    gaps_s = found.faults[-1].at_s / len(found.faults)
+    assert job == again
+    assert job != job_with(load_scenario(scenario), fail="scenario", seed=6, time_scale=3.6e6)
+    assert {fault.kind for fault in job.faults} == {"kill"}
+    assert {fault.rank for fault in job.faults} == {0, 1}, "a node alone loses its ranks"
+    gaps_s = job.faults[-1].at_s / len(job.faults)
     assert 0.5 < gaps_s < 2.0
-    assert found.expected is not None
-    assert found.expected.waterfall_s["restart"] < 0.1, "20,000 s are a moment"
-    assert "waiting" not in found.expected.waterfall_s, "ranks need no repair"
+    assert job.expected is not None
+    assert job.expected.waterfall_s["restart"] < 0.1, "20,000 s are a moment"
+    assert "waiting" not in job.expected.waterfall_s, "ranks need no repair"
 
 
 def test_a_rate_leaves_out_what_only_simulated_runs_have(scenario: Path) -> None:
@@ -141,14 +141,14 @@ def test_goodput_is_predicted_from_an_earlier_run(scenario: Path, tmp_path: Path
 def test_a_whole_run_takes_measured_restarts(scenario: Path, tmp_path: Path) -> None:
     scenario.write_text(scenario.read_text() + FAILING)
     loaded = load_scenario(scenario)
-    one = tmp_path / "one.yaml"
-    one.write_text("faults: [{kind: kill, at_step: 5, rank: 1}]\n")
+    single = tmp_path / "one.yaml"
+    single.write_text("faults: [{kind: kill, at_step: 5, rank: 1}]\n")
     with refuses("--fail", "3600", rule="the run never finishes: it stops"):
         job_with(loaded, fail="3600")
-    file = measured(job_with(loaded, fail=str(one)), tmp_path / "measurement.json")
+    file = measured(job_with(loaded, fail=str(single)), tmp_path / "measurement.json")
     assert job_with(loaded, fail="3600", recovery=file).expected is not None
-    found = with_measured_recovery(loaded, file)
-    run, before = found.whole_run, loaded.whole_run
+    recovered = with_measured_recovery(loaded, file)
+    run, before = recovered.whole_run, loaded.whole_run
     assert run is not None
     assert before is not None
     assert run.recovery is not None
@@ -160,7 +160,7 @@ def test_a_whole_run_takes_measured_restarts(scenario: Path, tmp_path: Path) -> 
     assert (run.reliability.detection_s, run.checkpoint.blocking_s, run.checkpoint.load_s) == (0.1, 0.05, 0.0)
     assert run.recovery.repair_h == before.recovery.repair_h, "a run of minutes does not say that"
     assert run.reliability.node_mtbf_h == before.reliability.node_mtbf_h
-    assert f"as measured in {file}" in found.assumptions[-1]
+    assert f"as measured in {file}" in recovered.assumptions[-1]
     for changes, said in (
         ({"model.num_hidden_layers": 2}, "is the measurement of a run of another model; name a run of this scenario"),
         ({"num_devices": 4, "dp_replicate": 2}, "is the measurement of 2 ranks, and the scenario has 4 devices"),

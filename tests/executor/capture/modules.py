@@ -146,11 +146,11 @@ class ScanBlock(nn.Module):
         delta = functional.softplus(self.step(delta))
         decay = torch.exp(delta.unsqueeze(-1) * -torch.exp(self.a))
         enters = (delta * a).unsqueeze(-1) * b.unsqueeze(2)
-        state, found = torch.zeros_like(decay[:, 0]), []
+        state, outputs = torch.zeros_like(decay[:, 0]), []
         for t in range(length):
             state = decay[:, t] * state + enters[:, t]
-            found.append((state * c[:, t].unsqueeze(1)).sum(-1))
-        out: Tensor = x + self.out((torch.stack(found, 1) + self.d * a) * functional.silu(gate))
+            outputs.append((state * c[:, t].unsqueeze(1)).sum(-1))
+        out: Tensor = x + self.out((torch.stack(outputs, 1) + self.d * a) * functional.silu(gate))
         return out
 
 

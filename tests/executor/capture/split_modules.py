@@ -124,8 +124,8 @@ class Perceptron(nn.Module):
         self.last = nn.Linear(width, 1)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        found = self.last(functional.relu(self.second(functional.relu(self.first(x))))).squeeze(-1)
-        return functional.mse_loss(found, y)
+        scores = self.last(functional.relu(self.second(functional.relu(self.first(x))))).squeeze(-1)
+        return functional.mse_loss(scores, y)
 
 
 def perceptron_batch(number: int) -> dict[str, Tensor]:

@@ -40,15 +40,15 @@ def recorded(
 
 def gradients_in_parts(module: nn.Module, parts: list[CallsPart], batch: Any) -> tuple[Tensor, list[Tensor | None]]:
     """Loss and gradients; each part begins with leaves, as tensors that are received are."""
-    given: list[list[Tensor]] = []
+    gradients: list[list[Tensor]] = []
     made: list[tuple[Tensor, ...]] = [()]
     for part in parts:
         tensors = zip(made[-1], part.received, strict=True)
-        given.append([x.detach().clone().requires_grad_(sent.requires_grad) for x, sent in tensors])
-        made.append(part.run(module, given[-1], batch))
+        gradients.append([x.detach().clone().requires_grad_(sent.requires_grad) for x, sent in tensors])
+        made.append(part.run(module, gradients[-1], batch))
     (loss,) = made.pop()
     loss.backward()  # type: ignore[no-untyped-call]
-    for outputs, leaves in zip(reversed(made[1:]), reversed(given[1:]), strict=True):
+    for outputs, leaves in zip(reversed(made[1:]), reversed(gradients[1:]), strict=True):
         pairs = [(out, leaf.grad) for out, leaf in zip(outputs, leaves, strict=True) if leaf.grad is not None]
         torch.autograd.backward([out for out, _ in pairs], [gradient for _, gradient in pairs])
     return loss, [parameter.grad for parameter in module.parameters()]
@@ -60,8 +60,8 @@ def assert_parts_equal_the_whole(make: Callable[[], nn.Module], batch: Batch, nu
     layers = captured_layers(captured)
     boundaries = sorted({round(len(layers) * part / num_parts) for part in range(num_parts + 1)})
     module = make().double().train()
-    given = torch.utils._pytree.tree_map(doubled, batch(SIZE))
-    parts = recorded(module, captured, given).parts(boundaries)
+    inputs = torch.utils._pytree.tree_map(doubled, batch(SIZE))
+    parts = recorded(module, captured, inputs).parts(boundaries)
     assert len(parts) == num_parts
     returns = gradients_between(layers)
     for part, (_, last) in zip(parts[:-1], pairwise(boundaries), strict=False):
@@ -72,14 +72,14 @@ def assert_parts_equal_the_whole(make: Callable[[], nn.Module], batch: Batch, nu
         ]
         assert [sent.requires_grad for sent in part.sent] == list(returns[last - 1])
     torch.manual_seed(1)
-    loss, found = gradients_in_parts(module, parts, given)
+    loss, gradients = gradients_in_parts(module, parts, inputs)
     module.zero_grad(set_to_none=True)
     torch.manual_seed(1)
-    args, kwargs = ((), given) if isinstance(given, Mapping) else (given, {})
+    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
     whole = loss_of(module(*args, **kwargs), None)
     whole.backward()  # type: ignore[no-untyped-call]
     assert loss.item() == pytest.approx(whole.item(), rel=1e-12)
-    for (name, parameter), gradient in zip(module.named_parameters(), found, strict=True):
+    for (name, parameter), gradient in zip(module.named_parameters(), gradients, strict=True):
         assert (gradient is None) == (parameter.grad is None), name
         if gradient is not None and parameter.grad is not None:
             assert torch.allclose(gradient, parameter.grad, rtol=1e-9, atol=1e-13), name

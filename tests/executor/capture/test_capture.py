@@ -147,7 +147,7 @@ def test_saved_bytes_in_other_precisions(name: str, precision: ComputedIn) -> No
 def test_a_block_is_that_of_its_family(model: ModelSpec) -> None:
     """The executor's module of a family's block has the FLOPs, saved bytes and parameters of the hand-written one."""
     stage = build_stage(model, [0, 1, 2], torch.float32, torch.device("cpu"), 0)
-    block, own = stage.layers["1"], model.layers[1]
+    block, family_block = stage.layers["1"], model.layers[1]
 
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -162,11 +162,11 @@ def test_a_block_is_that_of_its_family(model: ModelSpec) -> None:
 
     shape = model.layers[0].output_shapes[0]
     captured = model_from_module(Twice(), lambda number: (torch.randn(number, *shape),), precisions=("fp32",))
-    found = captured_layers(captured)[1]
-    assert found.flops() == own.flops()
-    assert found.backward_flops() == own.backward_flops()
-    assert sum(found.saved_bytes(4)) == sum(own.saved_bytes(4))
-    assert sorted(p.shape for p in found.parameters) == sorted(p.shape for p in own.parameters)
+    captured_block = captured_layers(captured)[1]
+    assert captured_block.flops() == family_block.flops()
+    assert captured_block.backward_flops() == family_block.backward_flops()
+    assert sum(captured_block.saved_bytes(4)) == sum(family_block.saved_bytes(4))
+    assert sorted(p.shape for p in captured_block.parameters) == sorted(p.shape for p in family_block.parameters)
 
 
 @pytest.mark.parametrize(("name", "rel"), [("unet", 0.1), ("dit", 0.01), ("scan", 0.03), ("recommender", 0.02)])

@@ -62,7 +62,7 @@ def saved_by_torch(block: nn.Module, inputs: Sequence[Tensor]) -> int:
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
-    found: list[Tensor] = []
+    saved: list[Tensor] = []
     weights = {tuple(parameter.shape) for parameter in block.parameters()}
 
     def partition(graph: Any, joint_inputs: Any, **kwargs: Any) -> Any:
@@ -75,7 +75,7 @@ def saved_by_torch(block: nn.Module, inputs: Sequence[Tensor]) -> int:
         for node, value in pairs:
             is_weight = node.name.startswith("primals") and tuple(value.shape) in weights
             if isinstance(value, Tensor) and not is_weight and not node.name.startswith("tangents"):
-                found.append(value)
+                saved.append(value)
         return make_boxed_func(graph)
 
     torch._dynamo.reset()
@@ -86,7 +86,7 @@ def saved_by_torch(block: nn.Module, inputs: Sequence[Tensor]) -> int:
         decompositions=select_decomp_table,
     )
     torch.compile(block, backend=backend, dynamic=False)(*inputs).sum().backward()
-    return sum(tensor.nbytes for tensor in found)
+    return sum(tensor.nbytes for tensor in saved)
 
 
 def saved_bytes(layer: LayerSpec) -> int:
@@ -101,9 +101,9 @@ def test_a_compiled_block_saves_what_torch_saves(name: str) -> None:
         model_from_module(Blocks(make), lambda n: tuple(torch.randn(n, *s) for s in shapes), precisions=("fp32",))
     )
     inputs = [torch.randn(NUM_SAMPLES, *shape, requires_grad=True) for shape in shapes]
-    found = saved_bytes(compiled_blocks(plain, "fp32")[2])
-    assert found == pytest.approx(saved_by_torch(make(), inputs), rel=0.005)
-    assert found < 0.9 * saved_bytes(plain[2])
+    predicted = saved_bytes(compiled_blocks(plain, "fp32")[2])
+    assert predicted == pytest.approx(saved_by_torch(make(), inputs), rel=0.005)
+    assert predicted < 0.9 * saved_bytes(plain[2])
 
 
 @pytest.mark.slow
@@ -116,7 +116,7 @@ def test_backward_moves_what_inductor_says(name: str, error: float, monkeypatch:
 
     monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
     make, shapes = BLOCKS[name]
-    found, generate = [], GraphLowering.codegen
+    moved, generate = [], GraphLowering.codegen
 
     def counted(graph: Any) -> Any:
         result = generate(graph)
@@ -128,7 +128,7 @@ def test_backward_moves_what_inductor_says(name: str, error: float, monkeypatch:
             if not isinstance(node, ExternKernelSchedulerNode | NopKernelSchedulerNode) and not (
                 of_weights or is_layout
             ):
-                found.append(node.get_read_write_buffers_sizes())
+                moved.append(node.get_read_write_buffers_sizes())
         return result
 
     monkeypatch.setattr(GraphLowering, "codegen", counted)
@@ -137,7 +137,7 @@ def test_backward_moves_what_inductor_says(name: str, error: float, monkeypatch:
     torch.compile(make(), dynamic=False)(*inputs).sum().backward()
     graph = model_from_module(Blocks(make), lambda n: tuple(torch.randn(n, *s) for s in shapes), precisions=("fp32",))
     traffic = layer_traffic(compiled_blocks(captured_layers(graph), "fp32")[2], 4, 4, "compiled")
-    assert NUM_SAMPLES * sum(each.backward_bytes for each in traffic) == pytest.approx(sum(found), rel=error)
+    assert NUM_SAMPLES * sum(of_layer.backward_bytes for of_layer in traffic) == pytest.approx(sum(moved), rel=error)
 
 
 def test_a_fused_kernel_moves_what_enters_and_leaves_it() -> None:

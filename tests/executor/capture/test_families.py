@@ -45,7 +45,7 @@ AS_TRANSFORMERS = {"gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral"}
 def flops_of(layers: Sequence[LayerSpec]) -> list[int]:
     """FLOPs of forward and of backward, with the scores of all queries and keys."""
     passes = [(layer.flops(full_attention=True), layer.backward_flops(full_attention=True)) for layer in layers]
-    return [sum(each) for each in zip(*passes, strict=True)]
+    return [sum(of_pass) for of_pass in zip(*passes, strict=True)]
 
 
 @pytest.mark.parametrize("kind", slow_except(["gemma2", "mixtral", "t5", "resnet"], [*model_types(), *SPECS]))

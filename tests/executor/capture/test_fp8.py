@@ -69,8 +69,8 @@ def test_the_peak_in_fp8_is_that_of_torchs_tracker(name: str, plan: str) -> None
 @pytest.mark.slow
 def test_losses_in_fp8_are_those_without_stages(tmp_path: Path) -> None:
     """To the last bit."""
-    one, stages = (run_job(job_of(prediction_of("SmallDiT", plan)), tmp_path / plan) for plan in ("one", "stages"))
-    assert one.losses == stages.losses
+    whole, stages = (run_job(job_of(prediction_of("SmallDiT", plan)), tmp_path / plan) for plan in ("one", "stages"))
+    assert whole.losses == stages.losses
 
 
 def test_a_linear_layer_of_few_rows_is_refused() -> None:

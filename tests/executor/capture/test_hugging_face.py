@@ -43,13 +43,13 @@ SOLVERS = {"qwen3_next": 0.006}
 
 @pytest.mark.parametrize("kind", slow_except([*KINDS][:NUM_FAST], KINDS))
 def test_a_capture_has_the_parameters_saved_bytes_and_flops_of_torch(kind: str) -> None:
-    found = judged_kind(kind)
-    assert not found.refused
-    assert found.has_all
-    assert found.num_blocks == KINDS[kind]
-    assert found.saved == pytest.approx(0, abs=RETURNED.get(kind, 0.005))
-    assert found.forward == pytest.approx(0, abs=1e-4)
-    assert found.backward in (None, pytest.approx(0, abs=SOLVERS.get(kind, 1e-4)))
+    judged = judged_kind(kind)
+    assert not judged.refused
+    assert judged.has_all
+    assert judged.num_blocks == KINDS[kind]
+    assert judged.saved == pytest.approx(0, abs=RETURNED.get(kind, 0.005))
+    assert judged.forward == pytest.approx(0, abs=1e-4)
+    assert judged.backward in (None, pytest.approx(0, abs=SOLVERS.get(kind, 1e-4)))
 
 
 NARROW: dict[str, dict[str, Any]] = {

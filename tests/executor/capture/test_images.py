@@ -55,7 +55,7 @@ def test_a_capture_with_images_has_the_parameters_saved_bytes_and_flops_of_a_rea
     )
     samples = 1 if kind in TOGETHER else 2
     num_bytes, *flops = _really(module, batch(samples))
-    forward, backward = (each / samples for each in flops)
+    forward, backward = (num_flops / samples for num_flops in flops)
     in_forward, of_backward = SOLVERS.get(kind, (1e-3, 5e-3))
     assert _saved(captured, layers, samples) == pytest.approx(num_bytes, rel=SAVED.get(kind, 1e-3))
     matmuls = [kernel for layer in layers for kernel in layer.kernels if isinstance(kernel, Gemm)]
@@ -145,8 +145,8 @@ def test_frozen_parts_are_those_of_a_module_whose_parts_need_no_gradient(kind: s
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name not in chosen)
         expected = captured_layers(model_from_module(module, batch, precisions=("fp32",)))
-        found = captured_layers(with_frozen(whole, names))
-        assert [*map(_sizes, found)] == [*map(_sizes, expected)]
+        layers = captured_layers(with_frozen(whole, names))
+        assert [*map(_sizes, layers)] == [*map(_sizes, expected)]
         assert {*parts_of(whole, names_of_parts(whole, chosen)).values()} == {*parts_of(whole, names).values()}
 
 

@@ -28,8 +28,8 @@ def patches(number: int) -> dict[str, Tensor]:
 
 
 def backbone(library: Any) -> nn.Module:
-    found: nn.Module = library.models.detection.maskrcnn_resnet50_fpn(weights=None, weights_backbone=None).backbone
-    return found
+    module: nn.Module = library.models.detection.maskrcnn_resnet50_fpn(weights=None, weights_backbone=None).backbone
+    return module
 
 
 MODELS: dict[str, tuple[str, Callable[[Any], nn.Module], Callable[[int], Any]]] = {
@@ -63,8 +63,8 @@ def test_a_capture_has_the_parameters_saved_bytes_and_flops_of_torch(name: str) 
     library, make, batch = MODELS[name]
     with torch.device("meta"):
         module = make(pytest.importorskip(library))
-    found = judged(module, batch)
-    assert found.has_all
-    assert found.saved == pytest.approx(0, abs=0.015 if "Mask" in name else 1e-4)  # its outputs are held, not saved
-    assert found.forward == pytest.approx(0, abs=1e-4)
-    assert found.backward == pytest.approx(0, abs=1e-4)
+    verdict = judged(module, batch)
+    assert verdict.has_all
+    assert verdict.saved == pytest.approx(0, abs=0.015 if "Mask" in name else 1e-4)  # its outputs are held, not saved
+    assert verdict.forward == pytest.approx(0, abs=1e-4)
+    assert verdict.backward == pytest.approx(0, abs=1e-4)

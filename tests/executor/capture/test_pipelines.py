@@ -97,8 +97,8 @@ def test_losses_in_bf16_are_those_without_stages(whole: dict[str, Any], plan: st
 
 def issued(job: RunSpec, rank: int, *, fake: bool) -> bool:
     """True if a rank alone issues what is predicted."""
-    found = [(c.kind, c.ranks, c.num_bytes, c.action) for c in rehearse(job, rank, fake=fake).collectives]
-    return found == predicted_communications(job)[rank]
+    collectives = [(c.kind, c.ranks, c.num_bytes, c.action) for c in rehearse(job, rank, fake=fake).collectives]
+    return collectives == predicted_communications(job)[rank]
 
 
 REHEARSED = [
@@ -118,22 +118,22 @@ def test_a_rank_is_rehearsed_alone(name: str, plan: str, precision: Precision) -
         if "ddp" not in plan and "zero1" not in plan:  # without data DDP keeps its first buckets
             assert issued(job, rank, fake=True)
         assert predicted.total_bytes == pytest.approx(rehearsal.peak_memory.allocated_bytes, rel=0.065)
-        found = rehearsal.peak_by_category
-        assert sum(found.values()) == rehearsal.peak_memory.allocated_bytes
-        assert found[MemoryCategory.PARAMETERS] == predicted.by_category[MemoryCategory.PARAMETERS]
+        by_category = rehearsal.peak_by_category
+        assert sum(by_category.values()) == rehearsal.peak_memory.allocated_bytes
+        assert by_category[MemoryCategory.PARAMETERS] == predicted.by_category[MemoryCategory.PARAMETERS]
         at_once = rehearsal.peak_action == predicted.action  # else other tensors are being sent
         for category in (MemoryCategory.OPTIMIZER, *((MemoryCategory.BUFFERS,) if at_once else ())):
-            assert found.get(category, 0) == pytest.approx(predicted.by_category[category], rel=0.01, abs=200)
+            assert by_category.get(category, 0) == pytest.approx(predicted.by_category[category], rel=0.01, abs=200)
 
 
 @pytest.mark.parametrize("name", slow_except(["Recommender"], ["UNet", "DiT", "Recommender", "Scaled"]))
 def test_gradients_in_flight_are_told_from_other_tensors(name: str) -> None:
     """At the peak, a gradient is not yet added to those of the other microbatch."""
     job = job_of(prediction_of(name, {}))
-    found = rehearse(job, 0, fake=True).peak_by_category[MemoryCategory.GRADIENTS]
+    num_bytes = rehearse(job, 0, fake=True).peak_by_category[MemoryCategory.GRADIENTS]
     held = sum(4 * parameter.num_elements for layer in job.model.layers for parameter in layer.parameters)
-    assert found > held
-    assert found == pytest.approx(predicted_peak(job, 0).by_category[MemoryCategory.GRADIENTS], rel=0.001)
+    assert num_bytes > held
+    assert num_bytes == pytest.approx(predicted_peak(job, 0).by_category[MemoryCategory.GRADIENTS], rel=0.001)
 
 
 @pytest.mark.slow

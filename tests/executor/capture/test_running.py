@@ -190,8 +190,8 @@ def test_buffers_are_broadcast_as_torch_does_it(tmp_path: Path) -> None:
     wanted: dict[torch.dtype, int] = {}
     for buffer in modules.Normed().buffers():
         wanted[buffer.dtype] = wanted.get(buffer.dtype, 0) + buffer.numel()
-    found = torch.load(tmp_path / "collectives.rank1.pt")
-    assert [elements for kind, elements in found if kind == "broadcast"] == [*wanted.values()]
+    collectives = torch.load(tmp_path / "collectives.rank1.pt")
+    assert [elements for kind, elements in collectives if kind == "broadcast"] == [*wanted.values()]
 
 
 BY_CLASS: dict[str, Any] = {"dp_shard": 2, "fsdp_units": ["DiffusionBlock"]}
@@ -251,8 +251,8 @@ def test_the_peak_of_a_rank_is_that_of_torchs_tracker(name: str, plan: str, prec
 def test_the_batch_of_a_step_is_in_memory(plan: str, precision: Precision, loss_bytes: int) -> None:
     """Six microbatches in place of two add equal bytes in prediction and torch, which holds a loss of each as well."""
     jobs = [prediction_of("UNet", PLANS[plan], precision, number) for number in (2, 6)]
-    predicted = [each.memory[0].allocated_bytes for each in jobs]
-    torchs = [account(job_of(each), 0).total_bytes for each in jobs]
+    predicted = [prediction.memory[0].allocated_bytes for prediction in jobs]
+    torchs = [account(job_of(prediction), 0).total_bytes for prediction in jobs]
     more = 4 * sum(tensor.nbytes for tensor in modules.unet_batch(SIZE))
     assert predicted[1] - predicted[0] == torchs[1] - torchs[0] - 4 * loss_bytes == more
 

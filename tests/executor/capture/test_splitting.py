@@ -97,8 +97,8 @@ def fake_mesh(degree: int) -> Iterator[DeviceMesh]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return own.elem if isinstance(own, AsyncCollectiveTensor) else own
+    shard = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return shard.elem if isinstance(shard, AsyncCollectiveTensor) else shard
 
 
 def really_saved(module: nn.Module, batch: Any) -> int:
@@ -108,9 +108,9 @@ def really_saved(module: nn.Module, batch: Any) -> int:
     kept: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        own = local(tensor)
-        if own.untyped_storage().data_ptr() not in known:
-            kept[own.untyped_storage().data_ptr()] = own
+        shard = local(tensor)
+        if shard.untyped_storage().data_ptr() not in known:
+            kept[shard.untyped_storage().data_ptr()] = shard
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -144,7 +144,7 @@ def test_a_rank_has_what_torchs_dtensors_have(name: str, degree: int) -> None:
 def sizes_of(layer: LayerSpec) -> tuple[Any, ...]:
     """Parameters, FLOPs forward and backward, and saved bytes of a block, and what it communicates."""
     collectives = [(k.forward, k.backward, k.elements) for k in layer.kernels if isinstance(k, LayerCollective)]
-    moved = [sum(each[2] for each in collectives if each[way] is not None) for way in (0, 1)]
+    moved = [sum(collective[2] for collective in collectives if collective[way] is not None) for way in (0, 1)]
     passes = layer.flops(full_attention=True), layer.backward_flops(full_attention=True)
     return layer.num_parameters, *passes, sum(layer.saved_bytes(FP32)), moved[0]
 
@@ -263,15 +263,15 @@ def assert_equal(
     assert losses == pytest.approx(wanted_losses, rel=RELATIVE)
     for step, whole in enumerate(wanted):
         for rank in range(job.plan.num_devices):
-            found = torch.load(folder / f"gradients.rank{rank}.step{step}.pt")
-            assert {name.removeprefix("module.") for name in found} == set(whole)
-            for key, gradient in found.items():
+            gradients = torch.load(folder / f"gradients.rank{rank}.step{step}.pt")
+            assert {name.removeprefix("module.") for name in gradients} == set(whole)
+            for key, gradient in gradients.items():
                 expected = own_part(whole[key.removeprefix("module.")], gradient, rank % job.plan.tp, job.plan.tp)
                 assert torch.allclose(gradient, expected, rtol=1e-8, atol=1e-12), (step, rank, key)
 
 
-def own_part(whole: torch.Tensor, own: torch.Tensor, rank: int, degree: int) -> torch.Tensor:
-    for dim, (size, part) in enumerate(zip(whole.shape, own.shape, strict=True)):
+def own_part(whole: torch.Tensor, shard: torch.Tensor, rank: int, degree: int) -> torch.Tensor:
+    for dim, (size, part) in enumerate(zip(whole.shape, shard.shape, strict=True)):
         if part < size:
             whole = whole.chunk(degree, dim)[rank]
     return whole
@@ -333,8 +333,8 @@ def test_ranks_issue_what_is_predicted(name: str, plan: str, tmp_path: Path) -> 
 def test_collectives_of_a_layer_are_those_of_its_plan() -> None:
     """Four with sequence parallelism, in pairs; weights of norms have gradients of their tokens alone."""
     layer = captured_layers(captured("by tokens", 2).of_degree(2))[1]
-    found = [(k.forward, k.backward) for k in layer.kernels if isinstance(k, LayerCollective)]
-    assert found == 2 * [("all_gather", "reduce_scatter"), ("reduce_scatter", "all_gather")]
+    collectives = [(k.forward, k.backward) for k in layer.kernels if isinstance(k, LayerCollective)]
+    assert collectives == 2 * [("all_gather", "reduce_scatter"), ("reduce_scatter", "all_gather")]
     assert [p.name for p in layer.parameters if p.partial_gradient] == [
         f"norm{n}.{kind}" for n in (1, 2) for kind in ("weight", "bias")
     ]
@@ -412,5 +412,5 @@ def test_a_degree_that_was_not_captured_is_refused_and_not_searched() -> None:
     model = captured("by tokens", 2)
     with refuses("plan.tp", "4", rule="was not captured", fix="capture it again with --tensor-parallel"):
         predict(job_of("by tokens", {"tp": 4}, model=model))
-    found = search(job_of("by tokens", {"tp": 2, "dp_replicate": 2}, model=model))
-    assert {1, 2} >= {ranked.plan.tp for ranked in found.ranked}
+    result = search(job_of("by tokens", {"tp": 2, "dp_replicate": 2}, model=model))
+    assert {1, 2} >= {ranked.plan.tp for ranked in result.ranked}

@@ -68,12 +68,12 @@ def assert_equals_one_process(case: Case, results: list[Any]) -> None:
     for rank, result in enumerate(results):
         dims = ParallelDims(case.shard, Peers(case.shard.tp, rank if case.shard.tp > 1 else 0))
         for name, parameter in stage.named_parameters():
-            found = result["gradients"][name]
+            gradient = result["gradients"][name]
             assert parameter.grad is not None
-            wanted = own_weight(parameter.grad, name, found, dims)
+            wanted = own_weight(parameter.grad, name, gradient, dims)
             # biases of keys change no softmax: their gradients are nothing but rounding
             scale = max(float(wanted.abs().max()), 1e-9 * largest)
-            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9 * scale, msg=name)
+            torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-9 * scale, msg=name)
 
 
 def wanted_exchanges(case: Case) -> list[Issued]:
@@ -105,8 +105,8 @@ def _messages(layer: LayerSpec, indices: range | tuple[int, ...], width: int, *,
 
 def wanted_order(case: Case) -> list[str]:
     """The order in which the layers say that gradients complete."""
-    found = []
+    order = []
     for index, layer in reversed(list(enumerate(case.model.layers_of(case.shard)))):
         names = [layer.parameters[i].name for i in layer.gradient_order]
-        found += [f"layers.{index}.{name}" for name in names if name not in layer.tied]
-    return found
+        order += [f"layers.{index}.{name}" for name in names if name not in layer.tied]
+    return order

@@ -70,15 +70,17 @@ def test_replicas_train_as_one_process_without_the_dropped_gradients(
     losses, gradients, model = one_process(job, job.num_all_steps, [step.kept for step in arrivals])
     assert measurement.losses == pytest.approx(losses, rel=RELATIVE)
     for number, expected in enumerate(gradients):
-        own, *others = (torch.load(tmp_path / f"gradients.rank{rank}.step{number}.pt") for rank in range(num_replicas))
+        of_first, *others = (
+            torch.load(tmp_path / f"gradients.rank{rank}.step{number}.pt") for rank in range(num_replicas)
+        )
         largest = max(float(gradient.abs().max()) for gradient in expected.values())
         for name, gradient in expected.items():
-            assert float((own[name] - gradient).abs().max()) < RELATIVE * largest
-            assert all(torch.equal(own[name], other[name]) for other in others)
-    own, *others = (torch.load(tmp_path / f"weights.rank{rank}.pt") for rank in range(num_replicas))
+            assert float((of_first[name] - gradient).abs().max()) < RELATIVE * largest
+            assert all(torch.equal(of_first[name], other[name]) for other in others)
+    of_first, *others = (torch.load(tmp_path / f"weights.rank{rank}.pt") for rank in range(num_replicas))
     for name, weight in model.named_parameters():
-        torch.testing.assert_close(own[name], weight, rtol=1e-6, atol=1e-9)
-        assert all(torch.equal(own[name], other[name]) for other in others)
+        torch.testing.assert_close(of_first[name], weight, rtol=1e-6, atol=1e-9)
+        assert all(torch.equal(of_first[name], other[name]) for other in others)
 
 
 def test_a_replica_that_dies_is_named(late: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -165,7 +167,7 @@ def test_jobs_that_cannot_drop_replicas_are_refused(fields: dict[str, Any], word
 
 
 def test_late_ranks_of_another_node_and_of_a_rehearsal_are_refused() -> None:
-    with pytest.raises(NotModelledError, match=r"training\.backup_workers: is run only on one node"):
+    with refuses("training.backup_workers", rule="is run only on one node", kind=NotModelledError):
         check_job(job_of(4), num_local_ranks=2)
     with refuses("training.backup_workers", rule="is about ranks that others wait", kind=NotModelledError):
         check_rehearsal(job_of(), 0, fake=True)
@@ -177,7 +179,7 @@ def test_scenario_has_a_slow_rank_on_this_machine_and_the_memory_that_it_expects
     assert slow == (Straggler(rank=2, slowdown=2.0),)
     there = replace(scenario.job, cluster=catalog.cluster("dgx-h100", 3).with_changes(stragglers=slow))
     prediction = predict(there)  # of devices that need no calibration
-    (found,) = (evaluate(each, prediction.to_json(timeline=False)) for each in scenario.expect)
-    assert found.passed, found.message
+    (check,) = (evaluate(expectation, prediction.to_json(timeline=False)) for expectation in scenario.expect)
+    assert check.passed, check.message
     waiting = predict(replace(there, training=there.training.with_changes(backup_workers=0)))
     assert prediction.step_time_s < waiting.step_time_s

@@ -74,10 +74,10 @@ def test_compiled_ranks_equal_one_process(name: str, tmp_path: Path, monkeypatch
 
 def totals(messages: list[tuple[Any, Any, int, str]]) -> Counter[tuple[Any, Any, str]]:
     """Bytes by kind, ranks and action."""
-    found: Counter[tuple[Any, Any, str]] = Counter()
+    counts: Counter[tuple[Any, Any, str]] = Counter()
     for kind, ranks, num_bytes, action in messages:
-        found[kind, ranks, action] += num_bytes
-    return found
+        counts[kind, ranks, action] += num_bytes
+    return counts
 
 
 def compiled_run(family: str, recompute: Recompute, precision: str) -> tuple[LayerRun, LayerSpec]:

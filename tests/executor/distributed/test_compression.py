@@ -58,16 +58,16 @@ def test_all_kinds_are_tested() -> None:
 
 def top_k(values: Array, feedback: bool) -> Array:
     """Averages of (step, rank, element): each rank sends its largest values, and keeps the others for later."""
-    num_kept, errors, found = int(RATIO * values.shape[2]), np.zeros_like(values[0]), []
+    num_kept, errors, means = int(RATIO * values.shape[2]), np.zeros_like(values[0]), []
     for step in values:
         errors = errors + step if feedback else step.copy()
         average = np.zeros_like(step[0])
-        for own in errors:
-            largest = np.argsort(-np.abs(own))[:num_kept]
-            average[largest] += own[largest] / len(errors)
-            own[largest] = 0
-        found.append(average)
-    return np.stack(found)
+        for error in errors:
+            largest = np.argsort(-np.abs(error))[:num_kept]
+            average[largest] += error[largest] / len(errors)
+            error[largest] = 0
+        means.append(average)
+    return np.stack(means)
 
 
 class InBlocks:
@@ -81,11 +81,11 @@ class InBlocks:
 
     def mean(self, values: NDArray[Any]) -> Array:
         """Values are of FP32 or FP64, and sent in FP32."""
-        own = np.zeros(self.errors.shape, values.dtype)
-        own[:, : self.num_elements] = values
-        own += self.errors * self.feedback
-        sent = np.stack([self.in_blocks(each) for each in own])
-        self.errors = own - sent
+        values_of_ranks = np.zeros(self.errors.shape, values.dtype)
+        values_of_ranks[:, : self.num_elements] = values
+        values_of_ranks += self.errors * self.feedback
+        sent = np.stack([self.in_blocks(of_rank) for of_rank in values_of_ranks])
+        self.errors = values_of_ranks - sent
         mean = sent.mean(0, dtype=np.float32)
         mean += self.mean_errors * self.feedback
         average = self.in_blocks(mean)
@@ -108,16 +108,16 @@ def low_rank(values: Array, rank: int) -> Array:
     padded = np.zeros((*values.shape[:2], side * side), np.float32)
     padded[:, :, : values.shape[2]] = values
     q = torch.randn(side, rank, generator=torch.Generator().manual_seed(0)).numpy()
-    errors, found = np.zeros_like(padded[0]), []
+    errors, means = np.zeros_like(padded[0]), []
     for step in padded:
-        own = step + errors
-        mean = own.mean(0).reshape(side, side)
+        matrix = step + errors
+        mean = matrix.mean(0).reshape(side, side)
         p = np.linalg.qr(mean @ np.linalg.qr(q).Q).Q
         q = mean.T @ p
         average = (p @ q.T).flatten()
-        errors = own - average
-        found.append(average[: values.shape[2]])
-    return np.stack(found)
+        errors = matrix - average
+        means.append(average[: values.shape[2]])
+    return np.stack(means)
 
 
 def to_integers(block: Array, largest: int) -> Array:
@@ -129,10 +129,10 @@ def to_sign(block: Array) -> Array:
     return np.asarray(np.where(block > 0, np.abs(block).mean(), -np.abs(block).mean()), np.float32)
 
 
-def at_random(values: Array, found: Array, feedback: bool) -> Array:
+def at_random(values: Array, means: Array, feedback: bool) -> Array:
     """As ``top_k``, of the elements that were found not to be 0; without feedback they stand for the others."""
     num_kept, errors, averages = int(RATIO * values.shape[2]), np.zeros_like(values[0]), []
-    for step, there in zip(values, found != 0, strict=True):
+    for step, there in zip(values, means != 0, strict=True):
         assert there.sum() == num_kept
         errors = errors + step if feedback else step * values.shape[2] / num_kept
         averages.append(np.where(there, errors.mean(0), 0))
@@ -167,17 +167,17 @@ def reduced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Array, list[dict[
     torch.save(gradients, folder / "gradients.pt")
     torch.save([{"kind": name.split()[0], **keys} for name, (keys, _) in CASES.items()], folder / "cases.pt")
     run_program("compressing_ranks", NUM_RANKS, folder)
-    found = [torch.load(folder / f"rank{rank}.pt") for rank in range(NUM_RANKS)]
-    return gradients.numpy(), [dict(zip(CASES, map(torch.Tensor.numpy, each), strict=True)) for each in found]
+    results = [torch.load(folder / f"rank{rank}.pt") for rank in range(NUM_RANKS)]
+    return gradients.numpy(), [dict(zip(CASES, map(torch.Tensor.numpy, result), strict=True)) for result in results]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_hook_averages_as_numpy_does(name: str, reduced: tuple[Array, list[dict[str, Array]]]) -> None:
-    gradients, (found, of_other) = reduced
-    assert np.array_equal(found[name], of_other[name])
-    expected = CASES[name][1](gradients, found[name])
+    gradients, (of_rank, of_other) = reduced
+    assert np.array_equal(of_rank[name], of_other[name])
+    expected = CASES[name][1](gradients, of_rank[name])
     tolerance = 1e-4 if "batched" in name else 1e-6  # decompositions in another order
-    differs = np.abs(found[name] - expected) > tolerance * np.abs(gradients).max()
+    differs = np.abs(of_rank[name] - expected) > tolerance * np.abs(gradients).max()
     # a sum in another order may round a value to the next number, or the sign of a value near 0
     assert differs.mean() < (0.002 if name.split()[0] in ("int8", "int4", "one_bit") else 1e-9)
 
@@ -272,8 +272,8 @@ def test_resumed_run_equals_undisturbed(name: str, tmp_path: Path) -> None:
 def saved_bytes(folder: Path) -> int:
     """Bytes of the errors, and the like, of the first rank in a checkpoint."""
     stored = pickle.loads((folder / ".metadata").read_bytes()).state_dict_metadata
-    own = [x for name, x in stored.items() if name.startswith("compression.") and name.endswith(".rank0")]
-    return sum(x.size.numel() * x.properties.dtype.itemsize for x in own)
+    tensors = [x for name, x in stored.items() if name.startswith("compression.") and name.endswith(".rank0")]
+    return sum(x.size.numel() * x.properties.dtype.itemsize for x in tensors)
 
 
 def predicted_bytes(job: RunSpec) -> int:
@@ -294,10 +294,10 @@ def test_errors_of_other_ranks_begin_at_zero_with_a_note(tmp_path: Path) -> None
     run_job(with_checkpoints(job, tmp_path / "kept", 4), tmp_path / "first")
     four = job.plan.with_changes(dp_replicate=4, microbatch_size=1)
     resumed = with_checkpoints(job.model_copy(update={"plan": four}), tmp_path / "kept", 6, resume=True)
-    found = run_job(resumed, tmp_path / "second")
-    assert found.first_step == 4
+    measurement = run_job(resumed, tmp_path / "second")
+    assert measurement.first_step == 4
     sentence = "errors of plan.compression = top_k begin at zero: the checkpoint has none of these ranks and buckets"
-    assert found.notes[0] == sentence
+    assert measurement.notes[0] == sentence
 
 
 @pytest.mark.parametrize(

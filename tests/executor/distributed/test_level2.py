@@ -98,13 +98,13 @@ def assert_issued_as_predicted(finished_run: Run) -> None:
             )
             for kind, ranks, num_bytes, action in predicted
         ]
-        found = issued(finished_run.measurement, rank)
-        for copies_last in (wide, found):  # hooks reduce gradients in the middle of a backward
+        collectives = issued(finished_run.measurement, rank)
+        for copies_last in (wide, collectives):  # hooks reduce gradients in the middle of a backward
             copies_last.sort(key=lambda issue: issue[0].endswith("host"))
         if reduces_between_collectives(job.plan):  # a bucket may be full between two exchanges of one layer
             wide.sort(key=kind_and_group)
-            found.sort(key=kind_and_group)
-        assert found == wide
+            collectives.sort(key=kind_and_group)
+        assert collectives == wide
 
 
 def check_run(job: RunSpec, folder: Path) -> None:

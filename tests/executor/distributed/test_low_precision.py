@@ -180,7 +180,7 @@ def test_casts_are_priced_as_torchaos_operations(recipe: Fp8Recipe, weights: tor
     gradient = torch.ones_like(y)
     with Traffic() as backward:
         torch.autograd.grad(y, (x, block.get_parameter("up.weight")), gradient)
-    for phase, found in ((Phase.FORWARD, forward), (Phase.BACKWARD, backward)):
+    for phase, traffic in ((Phase.FORWARD, forward), (Phase.BACKWARD, backward)):
         casts = [
             part
             for part in rates.parts(Gemm("up", m, n, k), 1, phase)
@@ -189,8 +189,8 @@ def test_casts_are_priced_as_torchaos_operations(recipe: Fp8Recipe, weights: tor
         cast_bytes, upcast = sum(part.numbers[0] for part in casts), 0
         if weights is torch.float32 and phase is Phase.BACKWARD:
             upcast = 6 * n * k
-        assert found.num_bytes == pytest.approx(cast_bytes + upcast, rel=0.001)
-        assert found.num_kernels == pytest.approx(sum(part.seconds for part in casts), abs=1)
+        assert traffic.num_bytes == pytest.approx(cast_bytes + upcast, rel=0.001)
+        assert traffic.num_kernels == pytest.approx(sum(part.seconds for part in casts), abs=1)
 
 
 @pytest.mark.parametrize("recipe", TORCHAO_RECIPES)
@@ -278,17 +278,17 @@ def one_process(job: RunSpec, num_steps: int, *, casts_weights: bool) -> list[fl
         num_parts = num_samples // job.plan.microbatch_size
         model = _with_cast_weights(master) if casts_weights else Autocast(master, torch.bfloat16, "cpu")
         optimizer.zero_grad()
-        found = []
+        losses_of_step = []
         for x, y in zip(tokens.chunk(num_parts), targets.chunk(num_parts), strict=True):
             loss = cross_entropy(model(x), y)
-            found.append(loss.item())
+            losses_of_step.append(loss.item())
             (loss / num_parts).backward()  # type: ignore[no-untyped-call]
         if casts_weights:
             for parameter, copy in zip(master.parameters(), model.parameters(), strict=True):
                 assert copy.grad is not None
                 parameter.grad = copy.grad.float()
         optimizer.step()
-        losses.append(sum(found) / num_parts)
+        losses.append(sum(losses_of_step) / num_parts)
     return losses
 
 
@@ -383,8 +383,8 @@ def test_a_compiled_block_saves_what_torch_saves(
 def test_peak_is_torchs(family: str, plan: dict[str, Any], recipe: Fp8Recipe) -> None:
     """On fake tensors. The vocabulary is small, so that the peak is in a block, and casts matter."""
     job = job_of(larger(family), plan, 2, recipe)
-    found, wanted = predicted_peak(job, 0).total_bytes, account(job, 0).total_bytes
-    assert found == pytest.approx(wanted, rel=0.01)
+    peak_bytes, wanted = predicted_peak(job, 0).total_bytes, account(job, 0).total_bytes
+    assert peak_bytes == pytest.approx(wanted, rel=0.01)
 
 
 def larger(family: str) -> ModelSpec:

@@ -119,7 +119,7 @@ def test_replicas_go_on_without_one_that_leaves(
     measurement = run_leaving(job, when, tmp_path, returns=returns)
     assert measurement.complete
     members = rounds_of(when, returns=returns)
-    assert [each.replicas for each in measurement.rounds] == members
+    assert [training_round.replicas for training_round in measurement.rounds] == members
     expected = ElasticReplicas(job).train_rounds(members)
     last = 2 * INNER_STEPS - 1
     if when == "kept":  # what a rank has of a step is written after the outer step
@@ -143,9 +143,9 @@ def test_a_run_ends_with_too_few_replicas(tmp_path: Path) -> None:
     said = r"only 2 of 3 replicas are left, and plan.replication.min_replicas = 3"
     with pytest.raises(RunError, match=said):
         run_leaving(elastic_job({"min_replicas": 3}), "step", tmp_path, returns=False)
-    found = Measurement.model_validate_json((tmp_path / "measurement.json").read_bytes())
-    assert not found.complete
-    assert [each.replicas for each in found.rounds] == [ALL]
+    measurement = Measurement.model_validate_json((tmp_path / "measurement.json").read_bytes())
+    assert not measurement.complete
+    assert [training_round.replicas for training_round in measurement.rounds] == [ALL]
 
 
 @pytest.mark.parametrize(

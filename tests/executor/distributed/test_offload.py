@@ -45,10 +45,10 @@ def test_gradients_are_the_same_to_the_bit(family: str, recompute: str, *, at_on
     there.around_layers = offload.forward
     for stage in (here, there):
         loss_of(stage).backward()  # type: ignore[no-untyped-call]
-    for wanted, found in zip(here.parameters(), there.parameters(), strict=True):
+    for wanted, parameter in zip(here.parameters(), there.parameters(), strict=True):
         assert wanted.grad is not None
-        assert found.grad is not None
-        assert torch.equal(wanted.grad, found.grad)
+        assert parameter.grad is not None
+        assert torch.equal(wanted.grad, parameter.grad)
     issued = [c.kind for c in recorder.record(0.0, 1.0, []).collectives]
     # without the last block, or with it: then the last one's copy, and no other, is in vain
     assert issued == ["to_host"] * (3 if at_once else 4) + ["from_host"] * 3

@@ -47,9 +47,9 @@ def replayed(job: RunSpec, decay: float) -> list[Vector]:
             corrected = v / (1 - BETA2**step)
             is_known = np.sqrt(corrected) >= EPSILON
         else:
-            own = np.zeros((2, blocks.num_elements))
-            own[:, places] = (BETA1 * m + (1 - BETA1) * gradients) * is_known
-            m = blocks.mean(own)[places] * is_known
+            errors = np.zeros((2, blocks.num_elements))
+            errors[:, places] = (BETA1 * m + (1 - BETA1) * gradients) * is_known
+            m = blocks.mean(errors)[places] * is_known
         update = m / (1 - BETA1**step) / (np.sqrt(corrected) + EPSILON)
         weights = weights - RATE * (update + decay * weights)
         for rank in range(2):
@@ -64,11 +64,11 @@ def num_padded(replicas: Replicas) -> int:
 
 def places_in_blocks(replicas: Replicas) -> NDArray[np.int64]:
     """Places of all weights among those of tensors that begin with a new block."""
-    first, found = 0, []
+    first, places = 0, []
     for p in replicas.models[0].parameters():
-        found.append(first + np.arange(p.numel()))
+        places.append(first + np.arange(p.numel()))
         first += -(-p.numel() // BLOCK) * BLOCK
-    return np.concatenate(found)
+    return np.concatenate(places)
 
 
 def gradient_of(model: torch.nn.Module) -> Vector:
@@ -79,8 +79,8 @@ def gradient_of(model: torch.nn.Module) -> Vector:
 def test_weights_equal_a_replay(optimizer: str, decay: float, tmp_path: Path) -> None:
     share = NUM_WHOLE / NUM_STEPS
     job = job_of(optimizer, {"kind": "one_bit_adam", "warmup_share": share}, dtype="fp64")
-    _, found = weighed(job, tmp_path)
-    for of_ranks, expected in zip(found, replayed(job, decay), strict=True):
+    _, weights = weighed(job, tmp_path)
+    for of_ranks, expected in zip(weights, replayed(job, decay), strict=True):
         assert torch.equal(*of_ranks)
         assert of_ranks[0].numpy() == pytest.approx(expected, abs=RATE / 1000)  # scales are FP32
 

@@ -37,13 +37,13 @@ GATHER, SCATTER = _fsdp_collectives.DefaultAllGather, _fsdp_collectives.DefaultR
 )
 def test_methods_that_are_called_or_overridden_have_these_parameters(function: object, parameters: str) -> None:
     """The first ones; what follows has defaults."""
-    first, *found = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
+    first, *others = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
     assert first.name == "self"
     wanted = parameters.split()
-    assert [parameter.name for parameter in found[: len(wanted)]] == wanted
+    assert [parameter.name for parameter in others[: len(wanted)]] == wanted
     assert all(
         parameter.default is not inspect.Parameter.empty or parameter.kind in (2, 4)
-        for parameter in found[len(wanted) :]
+        for parameter in others[len(wanted) :]
     )
 
 

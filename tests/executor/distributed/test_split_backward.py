@@ -93,10 +93,10 @@ class StageRun:
         dtype = dtype or (torch.bfloat16 if precision == "cast" else torch.float32)
         self.stage = build_stage(model, indices, dtype, CPU, 0, self._parallel, recompute)
         generator = torch.Generator().manual_seed(1)
-        (given,) = layers[indices[0] - 1].output_shapes
-        self.input = torch.randn(batch, *given, generator=generator).to(dtype).requires_grad_()
+        (shape,) = layers[indices[0] - 1].output_shapes
+        self.input = torch.randn(batch, *shape, generator=generator).to(dtype).requires_grad_()
         self._targets = torch.randint(model.vocab_size, (batch, model.seq_len // shard.cp), generator=generator)
-        self._gradient = torch.randn(batch, *given, generator=generator).to(dtype)
+        self._gradient = torch.randn(batch, *shape, generator=generator).to(dtype)
         for parameter in self.stage.parameters():
             parameter.grad = torch.zeros_like(parameter)
 
@@ -182,15 +182,15 @@ def test_bytes_between_the_parts_and_peaks_are_those_of_the_layers(
 ) -> None:
     batch = 3
     run = StageRun(model_of(family), indices, precision, batch=batch, shard=SHARDS[shard])
-    found, wanted = run.held(), predicted(run, precision, batch)
+    held, wanted = run.held(), predicted(run, precision, batch)
     narrower = half_of_the_statistics(run, batch) if family != "llama" and precision == "cast" else 0
-    assert 0 <= found.forward - (wanted.forward - narrower) <= (SCALARS if run.has_loss else 0)
-    assert 0 <= found.between - (wanted.between - narrower) <= (SCALARS if run.has_loss else 0)
+    assert 0 <= held.forward - (wanted.forward - narrower) <= (SCALARS if run.has_loss else 0)
+    assert 0 <= held.between - (wanted.between - narrower) <= (SCALARS if run.has_loss else 0)
     within = 0.05 if shard == "a2a" else 0.03  # copies of an exchange's gradients live for different times by width
-    assert wanted.input_peak == pytest.approx(found.input_peak, rel=within)
-    assert wanted.weight_peak == pytest.approx(found.weight_peak, rel=within)
+    assert wanted.input_peak == pytest.approx(held.input_peak, rel=within)
+    assert wanted.weight_peak == pytest.approx(held.weight_peak, rel=within)
     assert wanted.end == 0
-    assert 0 <= found.end <= (SCALARS if run.has_loss else 0)
+    assert 0 <= held.end <= (SCALARS if run.has_loss else 0)
 
 
 @pytest.mark.parametrize("precision", slow_except(["cast"], STATES))
@@ -201,9 +201,9 @@ def test_peaks_where_weights_are_large_beside_activations(
 ) -> None:
     model = model_of(family, hidden_size=256, intermediate_size=768, vocab_size=4096, seq_len=32)
     run = StageRun(model, indices, precision, batch=batch)
-    found, wanted = run.held(), predicted(run, precision, batch)
-    assert wanted.input_peak == pytest.approx(found.input_peak, rel=0.03)
-    assert wanted.weight_peak == pytest.approx(found.weight_peak, rel=0.03)
+    held, wanted = run.held(), predicted(run, precision, batch)
+    assert wanted.input_peak == pytest.approx(held.input_peak, rel=0.03)
+    assert wanted.weight_peak == pytest.approx(held.weight_peak, rel=0.03)
 
 
 def counted(call: Callable[[], Any]) -> tuple[Any, int, int]:
@@ -225,8 +225,8 @@ def test_both_parts_give_the_gradients_of_a_whole_backward(family: str, recomput
     for parameter in (*run.stage.parameters(), run.input):
         parameter.grad = None
     run.second_part(run.first_part(run.forward())[1])
-    found = [parameter.grad for parameter in (*run.stage.parameters(), run.input)]
-    for grad, whole in zip(found, wanted, strict=True):
+    gradients = [parameter.grad for parameter in (*run.stage.parameters(), run.input)]
+    for grad, whole in zip(gradients, wanted, strict=True):
         assert grad is not None
         assert whole is not None
         torch.testing.assert_close(grad, whole, rtol=0, atol=1e-12 * float(whole.abs().max()))

@@ -61,11 +61,11 @@ def test_more_ranks_than_parameters_issue_what_is_predicted(optimizer: Optimizer
     job = make_job(model=model, plan=plan, training=training)
     predicted = predicted_communications(job)
     for rank in (0, 39):
-        found = [
+        broadcasts = [
             (c.kind, c.ranks, c.num_bytes) for c in rehearse(job, rank, fake=True).collectives if "OPT" in c.action
         ]
-        assert found == [message[:3] for message in predicted[rank] if "OPT" in message[3]]
-        assert min(num_bytes for kind, _, num_bytes in found if kind == "broadcast") == 4
+        assert broadcasts == [message[:3] for message in predicted[rank] if "OPT" in message[3]]
+        assert min(num_bytes for kind, _, num_bytes in broadcasts if kind == "broadcast") == 4
 
 
 @pytest.mark.slow

@@ -81,17 +81,17 @@ def cases() -> list[Any]:
 
     Models with adapters have one of three choices of targets by turns. ``test_lora`` has all choices for each layer.
     """
-    found: set[Any] = {
+    strategies: set[Any] = {
         (name, strategy, (), precision) for name in PLAIN for strategy in OF_PLAIN for precision in ("fp32", "bf16")
     }
     packed = [name for name in MODELS if name.endswith("-packed")]
     for place, (name, strategy) in enumerate(product(packed, OF_PACKED)):
-        found.add((name, strategy, (), ("bf16", "fp32")[place % 2]))
+        strategies.add((name, strategy, (), ("bf16", "fp32")[place % 2]))
     adapted = [*product(USUAL, sorted(OF_ADAPTERS)), *product(packed, OF_PACKED_ADAPTERS)]
     for place, (name, strategy) in enumerate(adapted):
         targets = (("all",), USUAL[name.replace("packed", "plain")], ("down",))[place % 3]
-        found |= {(name, strategy, targets, precision) for precision in ("fp32", "bf16")}
-    return slow_except(QUICK, sorted(found | QUICK))
+        strategies |= {(name, strategy, targets, precision) for precision in ("fp32", "bf16")}
+    return slow_except(QUICK, sorted(strategies | QUICK))
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # the output of a matmul with a bias is a view

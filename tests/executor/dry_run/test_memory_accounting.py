@@ -164,14 +164,14 @@ def cases() -> list[Any]:
     Weights are tied but where pipelines hold shards of them, which is refused, and where FSDP computes in 16 bits: the
     peak may then be at the end, when autograd adds the two gradients of the tied weight, of fake tensors not in place.
     """
-    found: list[tuple[str, str, str]] = []
+    strategies: list[tuple[str, str, str]] = []
     for strategy, (plan, _, _) in STRATEGIES.items():
         sharded = ParallelPlan(**plan).shards_parameters
         gpt = "gpt-untied" if sharded and "pp" in plan else "gpt"
-        found += [(strategy, gpt, "fp32"), (strategy, "llama", "fp32")]
-        found.append((strategy, "gpt-untied" if sharded else gpt, "bf16"))
-    found += [(strategy, "llama", "pure bf16") for strategy in PURE]
-    return slow_except(QUICK, dict.fromkeys((*QUICK, *OTHERS, *found)))
+        strategies += [(strategy, gpt, "fp32"), (strategy, "llama", "fp32")]
+        strategies.append((strategy, "gpt-untied" if sharded else gpt, "bf16"))
+    strategies += [(strategy, "llama", "pure bf16") for strategy in PURE]
+    return slow_except(QUICK, dict.fromkeys((*QUICK, *OTHERS, *strategies)))
 
 
 def job_and_rank(strategy: str, name: str, precision: str) -> tuple[RunSpec, int]:

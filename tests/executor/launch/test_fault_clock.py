@@ -82,7 +82,7 @@ def test_age_begins_with_the_first_step_and_stands_still_from_a_fault_to_the_nex
     cluster.start("b", 0)
     assert cluster.at(304.9) == [(101, signal.SIGKILL)]
     assert cluster.at(305.0)[1:] == [(100, signal.SIGKILL)]
-    assert [each.time_s for each in cluster.nodes[0].happened] == [110.0, 305.0]
+    assert [fault.time_s for fault in cluster.nodes[0].happened] == [110.0, 305.0]
 
 
 def test_faults_of_steps_happen_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ PATIENCE_S = 300.0  # for things that take a second or two; only a failing test 
 
 def processes_of(out_dir: Path) -> list[str]:
     """Command lines of running processes that name the folder of the run."""
-    found = []
+    processes = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
@@ -40,8 +40,8 @@ def processes_of(out_dir: Path) -> list[str]:
             except OSError:
                 continue
             if any(str(out_dir).encode() in word for word in words):
-                found.append(b" ".join(words).decode())
-    return found
+                processes.append(b" ".join(words).decode())
+    return processes
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -194,13 +194,13 @@ def listening(pid: int) -> set[tuple[int, str]]:
             words = line.split()
             if words[3] == "0A":  # TCP_LISTEN
                 sockets[f"socket:[{words[9]}]"] = words[1].partition(":")[0]
-    found = set()
+    ports = set()
     for process in pids:
         for handle in Path(f"/proc/{process}/fd").iterdir():
             with suppress(FileNotFoundError):
                 if (target := str(handle.readlink())) in sockets:
-                    found.add((process, sockets[target]))
-    return found
+                    ports.add((process, sockets[target]))
+    return ports
 
 
 def test_ranks_that_start_do_not_outlive_a_killed_launcher(endless_run: subprocess.Popen[str], tmp_path: Path) -> None:

@@ -317,7 +317,7 @@ def test_replicas_go_on_without_a_host_and_take_it_in_again(tmp_path: Path) -> N
             node.send_signal(signal.SIGTERM)
         assert [code for code, _ in finished(started, tmp_path)] == [143] * 3
     measurement = measured(tmp_path)
-    members = [each.replicas for each in measurement.rounds]
+    members = [training_round.replicas for training_round in measurement.rounds]
     left = members.index(LEFT)
     back = members.index(ALL, left)
     assert members == [ALL] * left + [LEFT] * (back - left) + [ALL] * (len(members) - back)
@@ -382,7 +382,7 @@ def test_workers_go_on_without_a_host_and_take_it_in_again(tmp_path: Path) -> No
         assert finished(started, tmp_path) == [(0, "")] * 3
     measurement = measured(tmp_path)
     assert measurement.complete
-    members = [each.replicas for each in measurement.rounds]
+    members = [training_round.replicas for training_round in measurement.rounds]
     first = members.index(ALL, LOST_AFTER)  # the files of the lost host are of its second life
     assert {*members[first:]} == {ALL}
     assert {*members[:first]} <= {LEFT, ALL}

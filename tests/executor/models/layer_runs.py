@@ -199,12 +199,12 @@ def assert_parameters_and_order_of_gradients(
     wanted: list[str] = []
     for layer, module in reversed(list(zip(layers, stage.layers.values(), strict=True))):
         named = list(module.named_parameters())
-        found = [(tuple(p.shape), not p.requires_grad) for _, p in named]
-        assert found == [(p.shape, p.frozen) for p in layer.parameters]
+        shapes = [(tuple(p.shape), not p.requires_grad) for _, p in named]
+        assert shapes == [(p.shape, p.frozen) for p in layer.parameters]
         if model_code == "framework":
             assert [without_levels(name) for name, _ in named] == [p.name for p in layer.parameters]
-        own = [named[i][1] for i in layer.gradient_order if layer.parameters[i].name not in layer.tied]
-        wanted += [names[id(parameter)] for parameter in own]
+        in_order = [named[i][1] for i in layer.gradient_order if layer.parameters[i].name not in layer.tied]
+        wanted += [names[id(parameter)] for parameter in in_order]
     assert order == wanted
 
 

@@ -57,16 +57,16 @@ def test_a_pack_equals_each_document_alone(name: str) -> None:
     """Losses of every token, and gradients, of documents that each were a sequence of their own length."""
     spec = packed(name)
     tokens, targets = model_batch(spec, seed=1, step=0, first_sample=0, num_samples=2)
-    found, gradients = loss_sums(spec, tokens, targets)
+    losses, gradients = loss_sums(spec, tokens, targets)
     assert (targets[:, sum(LENGTHS) :] == IGNORED).all()
     summed: dict[str, Tensor] = {}
     start = 0
     for length in LENGTHS:
         alone = packed(name, seq_len=length, document_lengths=())
-        own = tokens[:, start : start + length]
-        followers = torch.cat((own[:, 1:], torch.full((2, 1), IGNORED)), 1)
-        wanted, part = loss_sums(alone, own, followers)
-        torch.testing.assert_close(found[:, start : start + length], wanted, rtol=RELATIVE, atol=0)
+        document = tokens[:, start : start + length]
+        followers = torch.cat((document[:, 1:], torch.full((2, 1), IGNORED)), 1)
+        wanted, part = loss_sums(alone, document, followers)
+        torch.testing.assert_close(losses[:, start : start + length], wanted, rtol=RELATIVE, atol=0)
         summed = {key: summed.get(key, torch.zeros_like(value)) + value for key, value in part.items()}
         start += length
     for key, wanted in summed.items():

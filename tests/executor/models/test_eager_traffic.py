@@ -53,8 +53,8 @@ class Transformer(nn.Module):
         q, k, v = (part.view(B, T, 4, -1).transpose(1, 2) for part in self.qkv(self.norm1(x)).split(H, -1))
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(attended.transpose(1, 2).reshape(B, T, H))
-        found: Tensor = x + self.down(functional.gelu(self.up(self.norm2(x))))
-        return found
+        hidden: Tensor = x + self.down(functional.gelu(self.up(self.norm2(x))))
+        return hidden
 
 
 class Bottleneck(nn.Module):

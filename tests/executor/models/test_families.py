@@ -68,8 +68,8 @@ def assert_alike(ours: nn.Module, theirs: nn.Module, shape: tuple[int, ...]) -> 
         out = module(leaf)
         (out * weight).sum().backward()
         results.append((out, leaf.grad))
-    for found, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(found, wanted, **EXACT)
+    for tensor, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(tensor, wanted, **EXACT)
 
 
 def written_out(block: Any, x: Tensor, bias: Tensor) -> Tensor:
@@ -130,8 +130,8 @@ def test_gemma2_blocks_are_written_out(index: int, window: int) -> None:
     def rms(x: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(x, (64,), weight, eps=1e-5)
 
-    given = torch.randn(2, 64, 64, dtype=torch.float64)
-    normed = rms(given, block.norm1.weight)
+    hidden = torch.randn(2, 64, 64, dtype=torch.float64)
+    normed = rms(hidden, block.norm1.weight)
     q = turned(heads_of(block.attention.q(normed), 8), 16)
     k, v = (
         heads_of(matrix(normed), 4).repeat_interleave(2, dim=1) for matrix in (block.attention.k, block.attention.v)
@@ -140,11 +140,11 @@ def test_gemma2_blocks_are_written_out(index: int, window: int) -> None:
     scores = 50 * torch.tanh(q @ turned(k, 16).transpose(-1, -2) / 4 / 50)
     scores = scores.masked_fill((distances < 0) | (distances >= window), -torch.inf)
     attended = block.attention.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
-    x = given + rms(attended, block.norm2.weight)
+    x = hidden + rms(attended, block.norm2.weight)
     normed = rms(x, block.norm3.weight)
     product = functional.gelu(block.mlp.gate(normed), approximate="tanh") * block.mlp.up(normed)
     wanted = x + rms(block.mlp.down(product), block.norm4.weight)
-    torch.testing.assert_close(block(given), wanted, **EXACT)
+    torch.testing.assert_close(block(hidden), wanted, **EXACT)
 
 
 def test_gemma2_begins_with_larger_rows_and_ends_under_a_cap() -> None:

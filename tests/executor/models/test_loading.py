@@ -51,9 +51,9 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def predicted(model: ModelSpec, training: TrainingSpec, plan: ParallelPlan, method: str, ranks: int) -> LoadingPeaks:
     software = catalog.software("accelerate").with_changes(loading=method)
-    found = loading_peaks(software, model, plan, training, ranks)
-    assert found is not None
-    return found
+    peaks = loading_peaks(software, model, plan, training, ranks)
+    assert peaks is not None
+    return peaks
 
 
 def is_mapped(tensor: Tensor) -> bool:
@@ -79,11 +79,11 @@ def test_host_memory_of_from_pretrained_is_what_torch_allocates(model: ModelSpec
 
     folder = saved(model)
     parameters = [*AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).parameters()]
-    own = sum(p.nbytes for p in parameters if not is_mapped(p))
+    allocated = sum(p.nbytes for p in parameters if not is_mapped(p))
     fields = {"precision": "bf16", "pure_bf16": True} if dtype == "bfloat16" else {"precision": "fp32"}
     training = TrainingSpec(global_batch_size=1, task="sft", **fields)
     peaks = predicted(model, training, ParallelPlan(), "cpu", 1)
-    assert peaks.host_bytes == own
+    assert peaks.host_bytes == allocated
     assert peaks.device_bytes == sum(p.nbytes for p in parameters)
     assert size_of(folder) == pytest.approx(peaks.mapped_bytes, abs=20_000)  # with headers
 

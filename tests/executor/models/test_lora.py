@@ -266,33 +266,33 @@ def test_magnitudes_are_those_of_peft(bias: bool) -> None:
     """Outputs, gradients, and bytes kept for backward, to the number that autograd wraps."""
     peft = pytest.importorskip("peft")
     linear = torch.nn.Linear(96, 64, bias=bias)
-    own = DoraLinear(linear, 4)
+    layer = DoraLinear(linear, 4)
     config = peft.LoraConfig(r=4, lora_alpha=8, use_dora=True, target_modules=["0"])
     theirs = peft.get_peft_model(torch.nn.Sequential(copy.deepcopy(linear)), config)
     module: Any = theirs.base_model.model[0]
     with torch.no_grad():
-        own.load_state_dict(linear.state_dict(), strict=False)
+        layer.load_state_dict(linear.state_dict(), strict=False)
         for mine, other in (
-            (own.lora_a.weight, module.lora_A["default"].weight),
-            (own.lora_b.weight, module.lora_B["default"].weight),
-            (own.magnitude, module.lora_magnitude_vector["default"].weight),
+            (layer.lora_a.weight, module.lora_A["default"].weight),
+            (layer.lora_b.weight, module.lora_B["default"].weight),
+            (layer.magnitude, module.lora_magnitude_vector["default"].weight),
         ):
             mine.copy_(torch.rand_like(mine))
             other.copy_(mine)
-    own.weight.requires_grad_(False)
-    if own.bias is not None:
-        own.bias.requires_grad_(False)
+    layer.weight.requires_grad_(False)
+    if layer.bias is not None:
+        layer.bias.requires_grad_(False)
     x = torch.randn(3, 16, 96)
-    found = []
+    saved = []
     runs: tuple[tuple[Any, list[torch.Tensor]], ...] = (
-        (own, [own.lora_a.weight, own.lora_b.weight, own.magnitude]),
+        (layer, [layer.lora_a.weight, layer.lora_b.weight, layer.magnitude]),
         (module, [p for p in module.parameters() if p.requires_grad]),
     )
     for run, weights in runs:
         result, kept, peak = traced(partial(run, x))
         gradients = torch.autograd.grad(result.square().sum(), sorted(weights, key=torch.Tensor.numel))
-        found.append((result, gradients, kept, peak))
-    (result, gradients, kept, peak), (wanted, their_gradients, their_kept, their_peak) = found
+        saved.append((result, gradients, kept, peak))
+    (result, gradients, kept, peak), (wanted, their_gradients, their_kept, their_peak) = saved
     torch.testing.assert_close(result, wanted)
     torch.testing.assert_close(gradients, their_gradients)
     assert kept == their_kept
@@ -316,23 +316,23 @@ def test_experts_and_routers_with_adapters_are_those_of_peft(shape: tuple[int, .
 
     experts = Experts()
     linear = torch.nn.Linear(k, n, bias=False)
-    own = LoraGroupedLinear(experts.weight, rank) if e else LoraMergedLinear(linear, rank)
-    own.weight = torch.nn.Parameter(experts.weight.detach().clone(), requires_grad=False)
+    layer = LoraGroupedLinear(experts.weight, rank) if e else LoraMergedLinear(linear, rank)
+    layer.weight = torch.nn.Parameter(experts.weight.detach().clone(), requires_grad=False)
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=[], target_parameters=["experts.weight"])
     model = peft.get_peft_model(torch.nn.ModuleDict({"experts": experts}), config)
     wrapper = model.base_model.model["experts"]
     theirs = wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight
     with torch.no_grad():
-        for mine, other in zip((own.lora_a.weight, own.lora_b.weight), theirs, strict=True):
+        for mine, other in zip((layer.lora_a.weight, layer.lora_b.weight), theirs, strict=True):
             assert mine.shape == other.shape
             mine.copy_(torch.rand_like(mine))
             other.copy_(mine)
     x = torch.randn(*e, 7, k)
-    results = own(x), wrapper(x)
+    results = layer(x), wrapper(x)
     torch.testing.assert_close(*results)
     gradients = [
         torch.autograd.grad(result.square().sum(), weights)
-        for result, weights in zip(results, ((own.lora_a.weight, own.lora_b.weight), theirs), strict=True)
+        for result, weights in zip(results, ((layer.lora_a.weight, layer.lora_b.weight), theirs), strict=True)
     ]
     torch.testing.assert_close(*gradients)
 
@@ -342,25 +342,25 @@ def test_rotations_are_those_of_peft(dtype: torch.dtype) -> None:
     """Outputs, gradients, bytes kept for backward and the peak, under autocast where the frozen matrix has 16 bits."""
     peft = pytest.importorskip("peft")
     linear = torch.nn.Linear(96, 64, dtype=dtype)
-    own = OftLinear(linear, 3)
+    layer = OftLinear(linear, 3)
     theirs = peft.get_peft_model(
         torch.nn.Sequential(copy.deepcopy(linear)), peft.OFTConfig(r=0, oft_block_size=32, target_modules=["0"])
     )
     module: Any = theirs.base_model.model[0]
     other = module.oft_R["default"].weight
     with torch.no_grad():
-        own.load_state_dict(linear.state_dict(), strict=False)
-        own.oft_r.weight.normal_(0.0, 0.02)
-        other.data = own.oft_r.weight.data.clone()
-    for name, parameter in own.named_parameters():
+        layer.load_state_dict(linear.state_dict(), strict=False)
+        layer.oft_r.weight.normal_(0.0, 0.02)
+        other.data = layer.oft_r.weight.data.clone()
+    for name, parameter in layer.named_parameters():
         parameter.data = parameter.data.to(torch.float32 if "oft_r" in name else dtype)
         parameter.requires_grad_("oft_r" in name)
-    x, found = torch.randn(3, 16, 96, dtype=dtype), []
-    for run, weight in ((own, own.oft_r.weight), (module, other)):
+    x, saved = torch.randn(3, 16, 96, dtype=dtype), []
+    for run, weight in ((layer, layer.oft_r.weight), (module, other)):
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16, cache_enabled=False):
             result, kept, peak = traced(partial(run, x))
-        found.append((result, torch.autograd.grad(result.float().square().sum(), weight), kept, peak))
-    (result, gradients, kept, peak), (wanted, their_gradients, their_kept, their_peak) = found
+        saved.append((result, torch.autograd.grad(result.float().square().sum(), weight), kept, peak))
+    (result, gradients, kept, peak), (wanted, their_gradients, their_kept, their_peak) = saved
     torch.testing.assert_close(result, wanted)
     torch.testing.assert_close(gradients, their_gradients)
     indices = 2 * 8 * 32 * 31 // 2  # which PEFT's module holds on to

@@ -183,7 +183,7 @@ def test_every_token_gets_the_weighed_sum_of_its_experts(name: str) -> None:
     x = torch.randn(BATCH, spec.seq_len, spec.hidden_size, dtype=torch.float64)
     normed = block.norm2(x)
     with torch.no_grad():
-        found, wanted = mlp(normed), torch.zeros_like(x)
+        output, wanted = mlp(normed), torch.zeros_like(x)
         places = places_of(spec.seq_len, spec.top_k, spec.num_experts, spec.capacity_factor)
         for sequence in range(BATCH):
             taken = [0] * spec.num_experts
@@ -201,7 +201,7 @@ def test_every_token_gets_the_weighed_sum_of_its_experts(name: str) -> None:
             weights = (m.weight for m in (mlp.shared.gate, mlp.shared.up, mlp.shared.down))
             gate = (normed @ mlp.shared_expert_gate.weight.T).sigmoid()
             wanted += gate * silu_product(normed, *weights)
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(output, wanted, rtol=1e-9, atol=1e-12)
 
 
 def test_latent_attention_is_attention_with_keys_from_narrow_vectors() -> None:
@@ -233,5 +233,5 @@ def test_latent_attention_is_attention_with_keys_from_narrow_vectors() -> None:
             later = torch.ones(n, n).triu(1).bool()
             heads.append(scores.masked_fill(later, -torch.inf).softmax(-1) @ kv[:, plain:])
         wanted = torch.cat(heads, -1) @ latent_attention.proj.weight.T
-        found = latent_attention(block.norm1(x))[0]
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-9)  # rotary tables are made in fp32
+        output = latent_attention(block.norm1(x))[0]
+    torch.testing.assert_close(output, wanted, rtol=1e-6, atol=1e-9)  # rotary tables are made in fp32

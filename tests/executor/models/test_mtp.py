@@ -53,13 +53,13 @@ class Model(nn.Module):
         hidden = self.wte(tokens)
         for block in self.blocks:
             hidden = block(hidden)
-        found = [self.norm(hidden)]
+        outputs = [self.norm(hidden)]
         for number, (depth, norm) in enumerate(zip(self.depths, self.norms, strict=True), start=1):
             hidden = depth(hidden, self.wte(tokens.roll(-number)))
-            found.append(norm(hidden))
+            outputs.append(norm(hidden))
         losses = [
             functional.cross_entropy(self.lm_head(states), tokens.roll(-number - 1))
-            for number, states in enumerate(found)
+            for number, states in enumerate(outputs)
         ]
         return torch.stack(losses).sum()
 
@@ -67,11 +67,11 @@ class Model(nn.Module):
 def measured(num_layers: int, depths: int) -> tuple[int, int, int]:
     """Parameters, FLOPs of a step, and bytes that forward keeps for backward."""
     model, tokens = Model(num_layers, depths), torch.arange(TOKENS) % VOCAB
-    own = {parameter.data_ptr() for parameter in model.parameters()}
+    pointers = {parameter.data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        if tensor.data_ptr() not in own and tensor.is_floating_point() and tensor.numel() > 1:
+        if tensor.data_ptr() not in pointers and tensor.is_floating_point() and tensor.numel() > 1:
             kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 

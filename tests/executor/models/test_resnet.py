@@ -42,8 +42,8 @@ def normed(x: Tensor, norm: Any) -> Tensor:
     """By the definition of batch norms: mean and variance over all images and pixels."""
     mean, variance = x.mean((0, 2, 3), keepdim=True), x.var((0, 2, 3), keepdim=True, correction=0)
     by_channel = (1, -1, 1, 1)
-    found: Tensor = (x - mean) / (variance + 1e-5).sqrt() * norm.weight.view(by_channel) + norm.bias.view(by_channel)
-    return found
+    output: Tensor = (x - mean) / (variance + 1e-5).sqrt() * norm.weight.view(by_channel) + norm.bias.view(by_channel)
+    return output
 
 
 @pytest.mark.parametrize("layer_type", TYPES)
@@ -71,11 +71,11 @@ def test_blocks_are_those_of_the_paper(layer_type: str, index: int) -> None:
     if form.has_shortcut:
         beside = normed(functional.conv2d(x, block.shortcut.weight, stride=form.stride), block.shortcut_norm)
     wanted = (y + beside).clamp(min=0)
-    found = block(x)
-    assert_close(found, wanted)
-    assert found.shape[1:] == spec.layers[index].output_shapes[0]
-    weight = torch.randn_like(found)
-    ours, theirs = (torch.autograd.grad((out * weight).sum(), x)[0] for out in (found, wanted))
+    output = block(x)
+    assert_close(output, wanted)
+    assert output.shape[1:] == spec.layers[index].output_shapes[0]
+    weight = torch.randn_like(output)
+    ours, theirs = (torch.autograd.grad((out * weight).sum(), x)[0] for out in (output, wanted))
     assert_close(ours, theirs)
 
 

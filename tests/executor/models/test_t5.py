@@ -99,13 +99,13 @@ def states() -> list[Tensor]:
 def test_encoder_blocks_are_those_of_torchs_attention(gated: bool, last: bool) -> None:
     layer = layer_of(model(gated=gated), 2 if last else 1)
     encoder, decoder, tables = states()
-    found, passed, _ = layer((encoder, decoder, tables))
+    output, passed, _ = layer((encoder, decoder, tables))
     normed = norm(encoder, layer.norm1.weight)
     bias = bias_of(tables[0, 0], KEYS, causal=False)
     x = encoder + torchs_attention(layer, "", normed, normed, bias)
     x = x + feed_forward(layer, norm(x, layer.norm2.weight))
     wanted = norm(x, layer.norm3.weight) if last else x
-    assert_close(found, wanted)
+    assert_close(output, wanted)
     assert passed is decoder
 
 
@@ -114,14 +114,14 @@ def test_decoder_blocks_are_those_of_torchs_attention(gated: bool) -> None:
     """Values, and gradients of the encoder's output and of the decoder's states."""
     layer = layer_of(model(gated=gated), 3)
     encoder, decoder, tables = states()
-    passed, found, _ = layer((encoder, decoder, tables))
+    passed, output, _ = layer((encoder, decoder, tables))
     normed = norm(decoder, layer.norm0.weight)
     x = decoder + torchs_attention(layer, "", normed, normed, bias_of(tables[0, 1], QUERIES, causal=True))
     x = x + torchs_attention(layer, "cross_", norm(x, layer.norm1.weight), encoder, None)
     wanted = x + feed_forward(layer, norm(x, layer.norm2.weight))
-    assert_close(found, wanted)
-    weight = torch.randn_like(found)
-    ours, theirs = (torch.autograd.grad((y * weight).sum(), (encoder, decoder)) for y in (found, wanted))
+    assert_close(output, wanted)
+    weight = torch.randn_like(output)
+    ours, theirs = (torch.autograd.grad((y * weight).sum(), (encoder, decoder)) for y in (output, wanted))
     assert_close(ours, theirs)
     assert passed is encoder
 
@@ -163,15 +163,15 @@ def test_the_first_version_scales_what_it_applies_the_embedding_to() -> None:
 
 def cases() -> list[Any]:
     """Every kind of layer: embedding, encoder block, the last one, decoder block, head."""
-    found = []
+    layers = []
     for gated in VERSIONS:
         for index in (0, 1, 2, 3, 5):
             is_block = model().layers[index].kind is LayerKind.BLOCK
             for mode in ("none", "selective", "full") if is_block else ("none",):
                 for precision in STATES:
                     slow = [pytest.mark.slow] * ((gated and mode != "none") or (precision == "cast" and mode != "full"))
-                    found.append(pytest.param(gated, index, mode, precision, marks=slow))
-    return found
+                    layers.append(pytest.param(gated, index, mode, precision, marks=slow))
+    return layers
 
 
 @pytest.mark.parametrize(("gated", "index", "recompute", "precision"), cases())

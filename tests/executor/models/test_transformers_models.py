@@ -112,7 +112,7 @@ def test_saved_bytes_are_those_of_the_layer(
         outputs = run.forward()
     weights = {p.untyped_storage().data_ptr() for p in run._stage.parameters()}
     sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
-    found = sum(size for pointer, size in sizes.items() if pointer not in weights)
+    num_bytes = sum(size for pointer, size in sizes.items() if pointer not in weights)
     widths = run.state.activation, run.state.residual
     roots = run.layer.storages(*widths)
     saved = {root.name: root for tensor in run.layer.saved for root in [roots[tensor.name]]}
@@ -125,7 +125,7 @@ def test_saved_bytes_are_those_of_the_layer(
     if run.layer.kind is LayerKind.HEAD:
         wanted += BATCH * spec.seq_len * 8  # targets
     # and scalars: the weight of the loss, and numbers of gelu_new
-    assert 0 <= found - wanted <= NUMBERS_BYTES
+    assert 0 <= num_bytes - wanted <= NUMBERS_BYTES
     del outputs
 
 
@@ -168,20 +168,22 @@ def test_kept_bytes_of_split_layers(name: str, shard: str, precision: str, monke
 
 def weights_of(block: nn.Module, name: str) -> dict[str, Tensor]:
     """Weights of a block of transformers, as LayerSpec calls them; queries, keys and values grouped by heads."""
-    own: dict[str, Tensor] = dict(zip((p.name for p in layers_of(name)[1].parameters), block.parameters(), strict=True))
+    by_name: dict[str, Tensor] = dict(
+        zip((p.name for p in layers_of(name)[1].parameters), block.parameters(), strict=True)
+    )
     if name == "gpt2":
-        own = {n: w.T if w.dim() > 1 else w for n, w in own.items()}
+        by_name = {n: w.T if w.dim() > 1 else w for n, w in by_name.items()}
         heads = MODELS[name].num_attention_heads
         grouped = {
             n: torch.unflatten(w, 0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
-            for n, w in own.items()
+            for n, w in by_name.items()
             if n.startswith("qkv.")
         }
-        return own | grouped
+        return by_name | grouped
     if MODELS[name].num_experts:
-        both = own.pop("experts_gate_up.weight")
-        own["experts_gate.weight"], own["experts_up.weight"] = both.chunk(2, dim=1)
-    return own
+        both = by_name.pop("experts_gate_up.weight")
+        by_name["experts_gate.weight"], by_name["experts_up.weight"] = both.chunk(2, dim=1)
+    return by_name
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -220,8 +222,8 @@ def test_layers_together_are_the_whole_model(name: str) -> None:
     stage: Stage = build_stage(spec, range(len(spec.layers)), torch.float32, CPU, 0, model_code="transformers")
     model: Any = whole_model(spec)
     with torch.no_grad():
-        for own, other in zip(stage.parameters(), model.parameters(), strict=True):
-            other.copy_(own)
+        for ours, other in zip(stage.parameters(), model.parameters(), strict=True):
+            other.copy_(ours)
     tokens, _ = model_batch(spec, seed=0, step=0, first_sample=0, num_samples=2)
     torch.testing.assert_close(stage(tokens), model(tokens).logits)
 

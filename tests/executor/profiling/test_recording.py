@@ -87,8 +87,8 @@ def test_collectives_are_those_torch_saw(finished_run: Any) -> None:
         return
     for rank in finished_run.measurement.ranks:
         calls = torch.load(finished_run.out_dir / f"collectives.rank{rank.rank}.pt")
-        found = [(c.kind, c.num_bytes) for c in rank.collectives if c.kind not in ALONE]
-        assert found == [(kind, 8 * elements) for kind, elements in calls]
+        collectives = [(c.kind, c.num_bytes) for c in rank.collectives if c.kind not in ALONE]
+        assert collectives == [(kind, 8 * elements) for kind, elements in calls]
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_a_sentence() -> None:

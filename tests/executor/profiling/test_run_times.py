@@ -20,10 +20,10 @@ def log(*entries: tuple[str, int, float]) -> list[Logged]:
 
 
 def parts(*args: Any) -> dict[str, float]:
-    found = run_times(*args)
-    assert found is not None
-    assert sum(found.waterfall_s.values()) == pytest.approx(found.time_s)
-    return found.waterfall_s
+    times = run_times(*args)
+    assert times is not None
+    assert sum(times.waterfall_s.values()) == pytest.approx(times.time_s)
+    return times.waterfall_s
 
 
 def test_a_killed_rank_loses_the_steps_since_the_checkpoint() -> None:
@@ -32,9 +32,9 @@ def test_a_killed_rank_loses_the_steps_since_the_checkpoint() -> None:
     entries += [("begin", 2, 22), ("step", 3, 23), ("step", 4, 24), ("checkpoint", 4, 26)]
     launches = [Launched(5.0, 1), Launched(18.0, 1, ended_s=17.0, failed=True)]
     happened = [FaultHappened(KILL, 15.5)]
-    found = run_times(launches, log(*entries), happened)
-    assert found is not None
-    assert found.waterfall_s == {
+    times = run_times(launches, log(*entries), happened)
+    assert times is not None
+    assert times.waterfall_s == {
         "compute": 4.0,
         "checkpoint": 4.0,
         "lost_work": 1.5,
@@ -42,32 +42,32 @@ def test_a_killed_rank_loses_the_steps_since_the_checkpoint() -> None:
         "waiting": 1.0,
         "restart": 4.0,
     }
-    assert (found.initialization_s, found.time_s, found.goodput) == (5.0, 16.0, 0.25)
-    (stop,) = found.stops
+    assert (times.initialization_s, times.time_s, times.goodput) == (5.0, 16.0, 0.25)
+    (stop,) = times.stops
     assert (stop.kind, stop.at_s, stop.detection_s, stop.waiting_s, stop.restart_s) == ("kill", 5.5, 1.5, 1.0, 4.0)
-    assert (found.step_s, found.checkpoint_s, found.interruptions) == ({1: 1.0}, 2.0, {"kill": 1})
+    assert (times.step_s, times.checkpoint_s, times.interruptions) == ({1: 1.0}, 2.0, {"kill": 1})
 
 
 def test_a_failure_in_the_restart_is_a_stop_of_its_own() -> None:
     entries = log(("begin", 0, 1), ("step", 1, 2), ("begin", 0, 20), ("step", 1, 21))
     launches = [Launched(0.0, 1), Launched(5.0, 1, 4.0, failed=True), Launched(12.0, 1, 9.0, failed=True)]
     happened = [FaultHappened(KILL, 3.0), FaultHappened(KILL, 8.0)]
-    found = run_times(launches, entries, happened)
-    assert found is not None
-    assert found.waterfall_s == {"compute": 1.0, "lost_work": 2.0, "detection": 2.0, "waiting": 4.0, "restart": 11.0}
-    assert [stop.restart_s for stop in found.stops] == [3.0, 8.0]
+    times = run_times(launches, entries, happened)
+    assert times is not None
+    assert times.waterfall_s == {"compute": 1.0, "lost_work": 2.0, "detection": 2.0, "waiting": 4.0, "restart": 11.0}
+    assert [stop.restart_s for stop in times.stops] == [3.0, 8.0]
 
 
 def test_fewer_nodes_take_longer_for_the_same_steps() -> None:
     entries = [("begin", 0, 0), ("step", 1, 1), ("step", 2, 2), ("begin", 2, 10), ("step", 3, 11.5)]
     entries += [("checkpoint", 3, 12), ("begin", 3, 20), ("step", 4, 21)]
     launches = [Launched(-5.0, 3), Launched(5.0, 2, 2.5, failed=True), Launched(15.0, 3, 13.0)]
-    found = run_times(launches, log(*entries), [FaultHappened(LOST_NODE, 2.0)])
-    assert found is not None
-    assert (found.waterfall_s["compute"], found.waterfall_s["fewer_nodes"]) == (4.0, 0.5)
-    assert [(stop.kind, stop.node, stop.num_nodes) for stop in found.stops] == [("kill", True, 2), ("nodes", False, 3)]
-    assert found.interruptions == {"kill": 1}
-    assert found.step_s == {3: 1.0, 2: 1.5}
+    times = run_times(launches, log(*entries), [FaultHappened(LOST_NODE, 2.0)])
+    assert times is not None
+    assert (times.waterfall_s["compute"], times.waterfall_s["fewer_nodes"]) == (4.0, 0.5)
+    assert [(stop.kind, stop.node, stop.num_nodes) for stop in times.stops] == [("kill", True, 2), ("nodes", False, 3)]
+    assert times.interruptions == {"kill": 1}
+    assert times.step_s == {3: 1.0, 2: 1.5}
 
 
 def test_steps_beside_a_slow_rank_count_as_the_usual_step() -> None:
@@ -105,9 +105,9 @@ def test_parts_sum_to_the_time_from_the_first_step_to_the_last(seed: int) -> Non
         if draw.random() < 0.7:
             now_s += draw.random()
             happened.append(FaultHappened(KILL, now_s))
-    found = run_times(launches, log(*entries), happened[:5])
-    assert found is not None
+    times = run_times(launches, log(*entries), happened[:5])
+    assert times is not None
     assert first_s is not None
-    assert found.time_s == pytest.approx(last_s - first_s)
-    assert sum(found.waterfall_s.values()) == pytest.approx(found.time_s)
-    assert found.waterfall_s["compute"] > 0
+    assert times.time_s == pytest.approx(last_s - first_s)
+    assert sum(times.waterfall_s.values()) == pytest.approx(times.time_s)
+    assert times.waterfall_s["compute"] > 0

@@ -91,9 +91,9 @@ def test_equal_ranks_that_scatter_are_not_slow(seed: int, num_steps: int, spread
     """Step times as of a loaded machine: log-normal, and now and then much longer."""
     random = np.random.default_rng(seed)
     steps = np.exp(spread * random.normal(size=(num_steps, 1)))  # what disturbs both alike
-    own = np.exp(0.05 * random.normal(size=(num_steps, 2)))
-    own *= np.where(random.random((num_steps, 2)) < hiccup, 5.0, 1.0)
-    assert found(make_job(dp=2), steps * own) == ()
+    times_s = np.exp(0.05 * random.normal(size=(num_steps, 2)))
+    times_s *= np.where(random.random((num_steps, 2)) < hiccup, 5.0, 1.0)
+    assert found(make_job(dp=2), steps * times_s) == ()
 
 
 @given(factor=st.floats(1.0, 5.0), seed=st.integers(0, 2**32 - 1))
@@ -102,11 +102,11 @@ def test_a_rank_is_slow_from_a_factor_on(factor: float, seed: int) -> None:
     times_s[:, 2] *= factor
     slow = found(make_job(dp=4), times_s)
     if factor > 1.05 * MIN_SLOWDOWN:
-        (one,) = slow
-        assert one.rank == 2
-        assert 2 not in one.compared_with
-        assert len(one.compared_with) == 2
-        assert one.factor == pytest.approx(factor, rel=0.05)
+        (slow_rank,) = slow
+        assert slow_rank.rank == 2
+        assert 2 not in slow_rank.compared_with
+        assert len(slow_rank.compared_with) == 2
+        assert slow_rank.factor == pytest.approx(factor, rel=0.05)
     if factor < MIN_SLOWDOWN / 1.05:
         assert slow == ()
 
@@ -189,9 +189,9 @@ def test_a_slow_step_in_the_second_half_counts() -> None:
 
 @given(st.lists(st.floats(1e-4, 1e3), max_size=40))
 def test_no_less_than_half_and_five_steps_count(times: list[float]) -> None:
-    found = steady_from(times)
-    assert 0 <= found <= len(times) // 2
-    assert len(times) - found >= min(len(times), MIN_STEADY_STEPS)
+    first = steady_from(times)
+    assert 0 <= first <= len(times) // 2
+    assert len(times) - first >= min(len(times), MIN_STEADY_STEPS)
 
 
 def test_a_run_without_a_number_of_warmup_steps_finds_them(tmp_path: Path) -> None:

@@ -41,14 +41,14 @@ def averages(compression: Compression, gradients: Tensor, peers: Peers) -> Tenso
     """(step, element) What a rank has after each backward."""
     module = Linear(gradients.shape[2], 2 if compression.kind in ("top_k", "random_k") else 1)  # others have blocks
     hook = compression_hook(compression, peers, num_whole_steps=0)
-    wrapped, found = wrap_ddp(module, peers, None, hook=hook.reduce), list[Tensor]()
+    wrapped, means = wrap_ddp(module, peers, None, hook=hook.reduce), list[Tensor]()
     with hook.passing_on():
         wrapped(gradients[0, 0]).backward()
     for step in gradients:
         wrapped.zero_grad()
         wrapped(step[peers.rank]).backward()
-        found.append(torch.cat([weight.grad for weight in module.weights if weight.grad is not None]).clone())
-    return torch.stack(found)
+        means.append(torch.cat([weight.grad for weight in module.weights if weight.grad is not None]).clone())
+    return torch.stack(means)
 
 
 def main(folder: Path, rank: int) -> None:
@@ -59,8 +59,8 @@ def main(folder: Path, rank: int) -> None:
     peers = Peers.of(dist.group.WORLD, tuple(range(NUM_RANKS)), rank, None)
     gradients = torch.load(folder / "gradients.pt")
     cases = torch.load(folder / "cases.pt")
-    found = [averages(Compression.model_validate(case), gradients, peers) for case in cases]
-    torch.save(found, folder / f"rank{rank}.pt")
+    means = [averages(Compression.model_validate(case), gradients, peers) for case in cases]
+    torch.save(means, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -89,19 +89,19 @@ def issued_elements(trace: profile) -> list[tuple[str, int]]:
     results: Any = trace.profiler.kineto_results
     calls = [event for event in results.events() if event.name() in KINDS]
     calls.sort(key=lambda event: event.start_ns())
-    found, end_ns = [], 0
+    sizes, end_ns = [], 0
     for call in calls:
         if call.start_ns() >= end_ns:  # a dispatch mode calls again what it was called for, inside of the same call
-            found.append((KINDS[call.name()], largest_elements(call)))
+            sizes.append((KINDS[call.name()], largest_elements(call)))
             end_ns = call.start_ns() + call.duration_ns()
-    return found
+    return sizes
 
 
 def largest_elements(call: Any) -> int:
     """Elements of the larger of a call's buffers: what was gathered, or is to be scattered."""
-    found = max(math.prod(shape) for shape in shapes_in(call.structured_input_shapes()))
+    size = max(math.prod(shape) for shape in shapes_in(call.structured_input_shapes()))
     # a functional all-gather has its input and the number of ranks
-    return found * int(call.concrete_inputs()[1]) if "functional::all_gather" in call.name() else found
+    return size * int(call.concrete_inputs()[1]) if "functional::all_gather" in call.name() else size
 
 
 def shapes_in(shapes: Any) -> Iterator[list[int]]:

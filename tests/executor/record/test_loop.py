@@ -58,18 +58,18 @@ def test_recording_of_one_process_counts_what_its_steps_allocate(
             optimizer.step()
             optimizer.zero_grad()
             run.step()
-    found = read_model(file, Recording)
-    assert (found.first_step, found.samples_per_step, len(found.ranks)) == (4, 3, 1)
-    assert found.step_times_s == found.ranks[0].step_times_s == (1.0,) * 4, "the pause is no part of a step"
+    recording = read_model(file, Recording)
+    assert (recording.first_step, recording.samples_per_step, len(recording.ranks)) == (4, 3, 1)
+    assert recording.step_times_s == recording.ranks[0].step_times_s == (1.0,) * 4, "the pause is no part of a step"
     category = MemoryCategory
     states = {
         category.PARAMETERS: 4 * MIB,
         category.GRADIENTS: 4 * MIB,
         category.OPTIMIZER: 8 * MIB + 4,
     }  # Adam counts its steps
-    assert found.ranks[0].states_bytes == states
-    assert found.ranks[0].collectives == ()
-    allocated = found.ranks[0].peak_memory.allocated_bytes
+    assert recording.ranks[0].states_bytes == states
+    assert recording.ranks[0].collectives == ()
+    allocated = recording.ranks[0].peak_memory.allocated_bytes
     # in backward: the parameter, its states, the batch, the gradient by sample and its sum
     assert allocated == pytest.approx((4 + 8 + 12 + 12 + 4) * MIB, rel=0.01)
 
@@ -77,10 +77,10 @@ def test_recording_of_one_process_counts_what_its_steps_allocate(
 def test_loop_without_a_look_counts_all_steps_and_knows_less(tmp_path: Path) -> None:
     with record(tmp_path / "loop.json", module=Scale(), look=False) as run:
         run.step()
-    found = read_model(tmp_path / "loop.json", Recording)
-    assert (found.first_step, len(found.step_times_s)) == (1, 1)
-    assert found.ranks[0].collectives is None
-    assert found.ranks[0].peak_memory.allocated_bytes is None
+    recording = read_model(tmp_path / "loop.json", Recording)
+    assert (recording.first_step, len(recording.step_times_s)) == (1, 1)
+    assert recording.ranks[0].collectives is None
+    assert recording.ranks[0].peak_memory.allocated_bytes is None
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_recording_inside_of_another_is_refused_and_ends_neither(tmp_path: Path)
         for _ in range(NUM_LOOKED_AT + 1):
             run.step()
     assert (tmp_path / "outer.json").exists()
-    with pytest.raises(SpecError, match=r"step\(\): was called outside of its recording"):
+    with refuses("step()", rule="outside of its recording"):
         run.step()
 
 
@@ -166,20 +166,20 @@ def test_process_group_that_is_gone_at_the_end_is_an_error(tmp_path: Path, monke
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_every_collective_counts_the_buffer_of_its_kind() -> None:
     """Bytes of 4-byte elements: gathered, before they are scattered, or of each rank; twice in a group's other form."""
-    one, group = torch.ones(6), dist.group.WORLD
+    tensor, group = torch.ones(6), dist.group.WORLD
     assert group is not None
     with CollectiveLog() as log:
-        dist.all_reduce(one)
-        dist.all_gather_into_tensor(torch.ones(6), one)
-        dist.all_gather([torch.ones(6)], one)
-        dist.reduce_scatter_tensor(torch.ones(6), one)
-        dist.all_to_all_single(torch.ones(6), one)
-        dist.broadcast(one, 0)
-        dist.reduce(one, 0)
+        dist.all_reduce(tensor)
+        dist.all_gather_into_tensor(torch.ones(6), tensor)
+        dist.all_gather([torch.ones(6)], tensor)
+        dist.reduce_scatter_tensor(torch.ones(6), tensor)
+        dist.all_to_all_single(torch.ones(6), tensor)
+        dist.broadcast(tensor, 0)
+        dist.reduce(tensor, 0)
         dist.barrier()
-        functional.all_reduce(one, "sum", group).sum()
-        functional.all_gather_tensor(one, 0, group).sum()
-        functional.reduce_scatter_tensor(one, "sum", 0, group).sum()
+        functional.all_reduce(tensor, "sum", group).sum()
+        functional.all_gather_tensor(tensor, 0, group).sum()
+        functional.reduce_scatter_tensor(tensor, "sum", 0, group).sum()
     kinds = ["all_reduce", "all_gather", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"]
     kinds += ["all_reduce", "all_gather", "reduce_scatter"]
     assert log.issued == [RecordedCollective(kind=kind, ranks=(0,), num_bytes=24) for kind in kinds]  # type: ignore[arg-type]
@@ -213,10 +213,10 @@ def test_steps_of_a_cuda_loop_are_timed_by_events_without_waiting(
         for _ in range(NUM_LOOKED_AT + 2):
             run.step()
         assert not waits
-    found = read_model(tmp_path / "loop.json", Recording)
-    assert found.step_times_s == pytest.approx((0.007, 0.007))
-    assert found.ranks[0].peak_memory.reserved_bytes == 5
-    assert not found.is_of_cpu
+    recording = read_model(tmp_path / "loop.json", Recording)
+    assert recording.step_times_s == pytest.approx((0.007, 0.007))
+    assert recording.ranks[0].peak_memory.reserved_bytes == 5
+    assert not recording.is_of_cpu
 
 
 class TrainerOfSteps:
@@ -241,9 +241,9 @@ class TrainerOfSteps:
 def test_callback_of_transformers_records_every_update(tmp_path: Path) -> None:
     file = tmp_path / "trainer.json"
     TrainerOfSteps(HuggingFaceCallback(file), num_steps=5).train()
-    found = read_model(file, Recording)
-    assert (len(found.step_times_s), found.samples_per_step) == (3, 8)
-    assert found.ranks[0].states_bytes[MemoryCategory.PARAMETERS] == 4 * 6
+    recording = read_model(file, Recording)
+    assert (len(recording.step_times_s), recording.samples_per_step) == (3, 8)
+    assert recording.ranks[0].states_bytes[MemoryCategory.PARAMETERS] == 4 * 6
 
 
 def test_callback_of_transformers_in_its_trainer(tmp_path: Path) -> None:
@@ -258,10 +258,10 @@ def test_callback_of_transformers_in_its_trainer(tmp_path: Path) -> None:
         save_steps=4, report_to=[], disable_tqdm=True,
     )  # fmt: skip
     Trainer(model, arguments, train_dataset=data, callbacks=[HuggingFaceCallback(tmp_path / "trainer.json")]).train()
-    found = read_model(tmp_path / "trainer.json", Recording)
-    assert (len(found.step_times_s), found.samples_per_step) == (3, 4)
+    recording = read_model(tmp_path / "trainer.json", Recording)
+    assert (len(recording.step_times_s), recording.samples_per_step) == (3, 4)
     num_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
-    states = found.ranks[0].states_bytes
+    states = recording.ranks[0].states_bytes
     assert states[MemoryCategory.PARAMETERS] == states[MemoryCategory.GRADIENTS] == num_bytes
     assert states[MemoryCategory.OPTIMIZER] == 2 * num_bytes + 4 * len(list(model.parameters())), "with Adam's steps"
 
@@ -289,6 +289,6 @@ def test_callback_of_lightning_in_its_trainer(tmp_path: Path, monkeypatch: pytes
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Fit(), loader)
-    found = read_model(tmp_path / "fit.json", Recording)
-    assert (len(found.step_times_s), found.samples_per_step) == (3, 4)
-    assert found.ranks[0].states_bytes[MemoryCategory.OPTIMIZER] == 2 * 4 * 10 + 2 * 4
+    recording = read_model(tmp_path / "fit.json", Recording)
+    assert (len(recording.step_times_s), recording.samples_per_step) == (3, 4)
+    assert recording.ranks[0].states_bytes[MemoryCategory.OPTIMIZER] == 2 * 4 * 10 + 2 * 4

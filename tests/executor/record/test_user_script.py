@@ -123,8 +123,8 @@ def test_recording_of_ranks_is_compared_with_its_prediction(
     recording = json.loads((folder / "measurement.json").read_text())
     assert [len(rank["step_times_s"]) for rank in recording["ranks"]] == [5] * num_ranks
     compared = call(folder, "simplan", "compare", "net.yaml", "measurement.json", "--json")
-    found: dict[str, Any] = json.loads(compared.stdout)
-    rows = {row["name"].split(", rank")[0]: row for row in found["rows"]}
+    comparison: dict[str, Any] = json.loads(compared.stdout)
+    rows = {row["name"].split(", rank")[0]: row for row in comparison["rows"]}
     assert abs(rows.pop("peak memory, allocated")["signed_error"]) < peak_error
     held = NUM_BYTES / 2 if way == "fsdp" else NUM_BYTES
     moved: dict[str, dict[str, float | None]] = {
@@ -139,7 +139,7 @@ def test_recording_of_ranks_is_compared_with_its_prediction(
         assert row["signed_error"] == pytest.approx(0, abs=1e-4), name
         if (num_bytes := wanted[name]) is not None:
             assert row["measured"] * 2**30 == pytest.approx(num_bytes, rel=1e-4), name
-    notes = " ".join(found["notes"])
+    notes = " ".join(comparison["notes"])
     assert "step time, throughput and device memory are not compared: recorded on " in notes
     assert " are predicted" not in notes, "as many collectives"
 

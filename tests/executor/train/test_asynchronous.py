@@ -46,8 +46,8 @@ def fault(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def served(folder: Path) -> tuple[torch.Tensor, list[tuple[int, torch.Tensor]], torch.Tensor]:
-    found = torch.load(folder / "served.pt")
-    return found["first"], found["applied"], found["last"]
+    updates = torch.load(folder / "served.pt")
+    return updates["first"], updates["applied"], updates["last"]
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +81,8 @@ def test_staleness_is_that_of_the_recorded_order(slow_run: tuple[RunSpec, Measur
     order = [worker for worker, _ in served(folder)[1]]
     between = []
     for worker in range(3):
-        own = [place for place, other in enumerate(order) if other == worker]
-        between += [after - before - 1 for before, after in zip([-1, *own], own, strict=False)]
+        places = [place for place, other in enumerate(order) if other == worker]
+        between += [after - before - 1 for before, after in zip([-1, *places], places, strict=False)]
     assert measured.workers is not None
     counts = measured.workers.staleness_counts
     assert 0 < sum(counts.values()) < job.num_all_steps * 3 == len(between)  # until the first worker is done
@@ -111,13 +111,13 @@ def test_transfers_and_actions_are_those_predicted(slow_run: tuple[RunSpec, Meas
 def test_two_servers_have_all_parameters_once(placement: str) -> None:
     sizes = [7, 1, 12, 30]
     replication = Replication(kind="parameter_server", staleness=3, servers=3, parameter_placement=placement)  # type: ignore[arg-type]
-    found = [
+    ranges = [
         (index, place)
-        for own in replication.server_slices(sizes)
-        for index, begin, end in own
+        for slices in replication.server_slices(sizes)
+        for index, begin, end in slices
         for place in range(begin, end)
     ]
-    assert sorted(found) == [(index, place) for index, size in enumerate(sizes) for place in range(size)]
+    assert sorted(ranges) == [(index, place) for index, size in enumerate(sizes) for place in range(size)]
 
 
 def parameters_and_gradients(num_steps: int) -> tuple[list[nn.Parameter], list[list[torch.Tensor]]]:
@@ -169,8 +169,8 @@ def test_hogwild_with_one_process_trains_as_one_process(locks: bool) -> None:
             parameter.grad = gradient.clone()
         (update,) = common.update([optimizer], locks=locks)
         assert update.staleness == 0
-    found = torch.cat([parameter.detach().flatten() for parameter in parameters])
-    torch.testing.assert_close(found, trained_alone("sgd", 6), rtol=1e-6, atol=1e-7)
+    weights = torch.cat([parameter.detach().flatten() for parameter in parameters])
+    torch.testing.assert_close(weights, trained_alone("sgd", 6), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("lock", [True, False])
@@ -197,8 +197,8 @@ def test_a_process_that_is_killed_ends_the_run_with_its_name(
     fault.setenv("TEST_FAULT", kind)
     with pytest.raises(RunError, match=said):
         run_job(job_with(ASYNC, num_steps=6), tmp_path, rank_module="serving_worker")
-    found = Measurement.model_validate_json((tmp_path / "measurement.json").read_bytes())
-    assert not found.complete
+    measurement = Measurement.model_validate_json((tmp_path / "measurement.json").read_bytes())
+    assert not measurement.complete
 
 
 def test_workers_go_on_without_one_that_leaves(fault: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_workers_go_on_without_one_that_leaves(fault: pytest.MonkeyPatch, tmp_pa
     job = job_with(replication, num_workers=3, num_steps=12, num_warmup_steps=0, replica_restarts=1)
     measured = run_job(job, tmp_path, rank_module="serving_worker")
     assert measured.complete
-    members = [each.replicas for each in measured.rounds]
+    members = [training_round.replicas for training_round in measured.rounds]
     first = members.index((0, 1, 2), 2)
     assert members == [(0, 1, 2)] * 2 + [(0, 2)] * (first - 2) + [(0, 1, 2)] * (12 - first)
     assert first >= 5

@@ -50,15 +50,15 @@ def conditional_entropy(contexts: NDArray[np.int64], following: NDArray[np.int64
 
 def test_entropy_rate_is_that_of_many_samples() -> None:
     """By counting pairs of tokens and what follows them; one token tells less, and none still less."""
-    found = sequences(LM, 6000)
-    before, token, following = found[:, :-2].ravel(), found[:, 1:-1].ravel(), found[:, 2:].ravel()
+    tokens = sequences(LM, 6000)
+    before, token, following = tokens[:, :-2].ravel(), tokens[:, 1:-1].ravel(), tokens[:, 2:].ravel()
     rate = least_loss("markov", LM.vocab_size)
     assert rate is not None
     by_order = [conditional_entropy(contexts, following) for contexts in (0 * token, token, before * 100 + token)]
     assert by_order[2] == pytest.approx(rate, abs=0.005)
     assert by_order[0] > by_order[1] + 0.3
     assert by_order[1] > by_order[2] + 0.3
-    counts = np.sort(np.bincount(found.ravel()))
+    counts = np.sort(np.bincount(tokens.ravel()))
     assert counts[-1] > 4 * counts[0], "tokens are as unequal as words"
 
 
@@ -97,7 +97,7 @@ def test_gratings_show_their_class() -> None:
     for label, peak in zip(labels[:, 0].tolist(), power.reshape(400, -1).argmax(axis=1).tolist(), strict=True):
         peaks.setdefault(label, set()).add(peak)
     assert len(peaks) == VIT.num_classes
-    assert all(len(found) == 1 for found in peaks.values())
+    assert all(len(of_class) == 1 for of_class in peaks.values())
     assert len(set.union(*peaks.values())) == VIT.num_classes
 
 

@@ -70,12 +70,12 @@ def run_in_float64(job: RunSpec, folder: Path) -> Run:
         return Run(job, run_job(job, folder, rank_module="dumping_worker"), folder)
 
 
-def own_part(job: RunSpec, rank: int, name: str, whole: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+def own_part(job: RunSpec, rank: int, name: str, whole: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """What a rank has of a gradient, where tensors are split or experts are dealt out."""
     plan, mapping = job.plan, RankMapping.of(job.plan)
     tp = Peers(plan.tp, mapping.place(rank).tp)
     dims = ParallelDims(plan.shard, tp=tp, ep=Peers(plan.ep, mapping.group("ep", rank).index(rank)))
-    return own_weight(whole, name, found, dims)
+    return own_weight(whole, name, gradient, dims)
 
 
 def test_losses_and_gradients_equal_one_process(finished_run: Run) -> None:
@@ -170,15 +170,15 @@ def test_bf16_is_close_to_one_process(name: str, tmp_path: Path) -> None:
         if model.tied_embeddings and job.plan.pp == 1:
             stage_elements -= model.vocab_size * model.hidden_size
         for kind, width in widths.items():
-            found = [c.num_bytes for c in rank.collectives if c.kind == kind]
+            sizes = [c.num_bytes for c in rank.collectives if c.kind == kind]
             hidden = job.plan.microbatch_size * model.seq_len * model.hidden_size
             if kind in ("send", "recv"):
-                assert set(found) == {width * hidden}
+                assert set(sizes) == {width * hidden}
             elif kind == "all_reduce" and job.plan.pp > 1:
-                assert found == [width * model.vocab_size * model.hidden_size]
+                assert sizes == [width * model.vocab_size * model.hidden_size]
             elif kind != "all_gather" or job.plan.pp > 1:
-                each = job.plan.shards_parameters and job.plan.pp == 1 and kind == "reduce_scatter"
-                times = job.training.global_batch_size // (job.plan.dp * job.plan.microbatch_size) if each else 1
-                assert sum(found) == times * width * stage_elements
+                in_halves = job.plan.shards_parameters and job.plan.pp == 1 and kind == "reduce_scatter"
+                times = job.training.global_batch_size // (job.plan.dp * job.plan.microbatch_size) if in_halves else 1
+                assert sum(sizes) == times * width * stage_elements
             else:
-                assert max(found) == width * max(layer.num_parameters for layer in model.layers)
+                assert max(sizes) == width * max(layer.num_parameters for layer in model.layers)

@@ -93,7 +93,7 @@ def one_process(job: RunSpec, num_steps: int) -> tuple[list[float], list[dict[st
     spec, layers = job.model, range(len(job.model.layers))
     model = build_stage(spec, layers, torch.float64, torch.device("cpu"), job.seed)
     optimizer = reference_optimizer(job.training, list(model.parameters()), [])
-    each, size = job.training.sequences_per_sample, job.plan.microbatch_size
+    per_sample, size = job.training.sequences_per_sample, job.plan.microbatch_size
     if job.training.reference(has_adapters=spec.lora_rank > 0) == "second_model":
         compared = build_stage(spec.without_training, layers, torch.float64, torch.device("cpu"), job.seed)
     else:  # B = 0 is no adapter, and magnitudes of rows are those of W
@@ -105,11 +105,11 @@ def one_process(job: RunSpec, num_steps: int) -> tuple[list[float], list[dict[st
                 module.magnitude.data = torch.linalg.norm(module.weight, dim=1)
     losses, gradients = [], []
     for step in range(num_steps):
-        number = job.training.global_batch_size * each
+        number = job.training.global_batch_size * per_sample
         tokens, targets = model_batch(spec, seed=job.seed, step=step, first_sample=0, num_samples=number)
         parts = []
-        for first in range(0, number, size * each):
-            part = slice(first, first + size * each)
+        for first in range(0, number, size * per_sample):
+            part = slice(first, first + size * per_sample)
             parts.append(loss_of(job, model, compared, tokens[part], targets[part]))
         loss = torch.stack(parts).mean()
         model.zero_grad()
@@ -208,9 +208,9 @@ def test_logits_in_chunks_leave_none_next_to_the_reference() -> None:
     job = job_of(ModelSpec(**SMALL, lora_rank=8), {"microbatch_size": 4}, 1, "bf16", task="dpo")
     whole = predicted_peak(job, 0).total_bytes
     job = job.model_copy(update={"software": catalog.software("torch").model_copy(update={"loss": "recomputed"})})
-    found = account(job, 0).total_bytes
-    assert predicted_peak(job, 0).total_bytes == pytest.approx(found, rel=0.03)
-    assert found < 0.6 * whole
+    peak_bytes = account(job, 0).total_bytes
+    assert predicted_peak(job, 0).total_bytes == pytest.approx(peak_bytes, rel=0.03)
+    assert peak_bytes < 0.6 * whole
 
 
 @pytest.mark.parametrize("task", ["dpo", "kto", "orpo", "simpo", "reward"])

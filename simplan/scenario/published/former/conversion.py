@@ -170,33 +170,33 @@ class _Conversion:
             self.assumed.append(key)
 
     def _software(self, profile: SoftwareSpec) -> dict[str, Any]:
-        given, framework = self.run.software, framework_defaults()[self.run.software.framework]
+        former, framework = self.run.software, framework_defaults()[self.run.software.framework]
         section: dict[str, Any] = {"preset": profile.id} | framework.software
         if not framework.is_known:
-            section["fallback_for"] = given.framework
+            section["fallback_for"] = former.framework
         section |= self._features_of_others(profile)
-        if profile.rates_of is not None and year_of(given) < _CUDNN_FIRST:
+        if profile.rates_of is not None and year_of(former) < _CUDNN_FIRST:
             section["rates"] = {"attention_kernel": catalog.software(profile.rates_of).rates.attention_kernel}
-        if given.grad_overlap is not None:
-            section["grad_overlap"] = given.grad_overlap
-        if given.tp_comm_overlap is not None:
-            section["tp_overlap"] = "all" if given.tp_comm_overlap else profile.tp_overlap
-        if given.compile is not None:
-            section["compiled"] = given.compile or profile.compiled
-        if given.channels_last:
+        if former.grad_overlap is not None:
+            section["grad_overlap"] = former.grad_overlap
+        if former.tp_comm_overlap is not None:
+            section["tp_overlap"] = "all" if former.tp_comm_overlap else profile.tp_overlap
+        if former.compile is not None:
+            section["compiled"] = former.compile or profile.compiled
+        if former.channels_last:
             section["channels_last"] = True
-        version = given.version or ""
+        version = former.version or ""
         if _AUTOMODEL in version.lower():
             section["dtensor"] = True
-        if "Apex O2" in version or given.framework == "llm.c":
+        if "Apex O2" in version or former.framework == "llm.c":
             section["state_bytes"] = {"fp16": _SIXTEEN_BITS, "bf16": _SIXTEEN_BITS}
             self.notes.append("weights and all activations in 16 bits, with fp32 master weights")
         if "NVFuser" in version:
             section["compiled"] = True
             self.notes.append("operators that NVFuser fuses: as torch.compile fuses them")
         layers: dict[str, Any] = {}
-        if given.flash_attention is not None:
-            layers["attention"] = "fused" if given.flash_attention else "unfused"
+        if former.flash_attention is not None:
+            layers["attention"] = "fused" if former.flash_attention else "unfused"
         if self.run.model.family == "bert" and profile.id == _TORCH:
             layers["dropout"] = ["bert"]
             self.notes.append("dropout, with which every script trains BERT")
@@ -204,13 +204,13 @@ class _Conversion:
         return merged(section, self._of_recipes(profile, section))
 
     def _of_recipes(self, profile: SoftwareSpec, section: Mapping[str, Any]) -> dict[str, Any]:
-        found = self._given("expert_dispatch", "expert_overlap", "fused_experts", "fp8_dot_product_attention")
+        settings = self._given("expert_dispatch", "expert_overlap", "fused_experts", "fp8_dot_product_attention")
         if "weights" in self.settings and "fp8" in {**profile.low_precision, **section.get("low_precision", {})}:
-            found["low_precision"] = {"fp8": self._given("weights")}
+            settings["low_precision"] = {"fp8": self._given("weights")}
         for kind in ("state_bytes", "lora_state_bytes") if "states" in self.settings else ():
             if "bf16" in {**getattr(profile, kind), **section.get(kind, {})}:
-                found[kind] = {"bf16": self.settings["states"]}
-        return found
+                settings[kind] = {"bf16": self.settings["states"]}
+        return settings
 
     def _features_of_others(self, profile: SoftwareSpec) -> dict[str, Any]:
         """Features that the plan needs and the profile lacks; with a note for each."""
@@ -245,31 +245,31 @@ class _Conversion:
 
     def _model(self, profile: SoftwareSpec, *, pads: bool) -> dict[str, Any]:
         """Section ``model``; ``pads`` is True if the software pads the vocabulary."""
-        run, given = self.run, self.run.model
+        run, former = self.run, self.run.model
         family = self._family()
         takes = FAMILIES[family].fields
-        sizes = {name: getattr(given, name) for name in (*_SIZES, *_SIZES_OF_SOME) if name in takes}
-        fields: dict[str, Any] = {"name": given.name, "family": family} | {k: v for k, v in sizes.items() if v}
+        sizes = {name: getattr(former, name) for name in (*_SIZES, *_SIZES_OF_SOME) if name in takes}
+        fields: dict[str, Any] = {"name": former.name, "family": family} | {k: v for k, v in sizes.items() if v}
         if "vocab_size" in takes:
             tp = 1 if pads else run.plan.tp
-            fields["vocab_size"] = -(-given.vocab_size // tp) * tp
-            if fields["vocab_size"] != given.vocab_size:
+            fields["vocab_size"] = -(-former.vocab_size // tp) * tp
+            if fields["vocab_size"] != former.vocab_size:
                 self.notes.append(
-                    f"model.vocab_size = {given.vocab_size}: padded to {fields['vocab_size']}, a multiple of tp"
+                    f"model.vocab_size = {former.vocab_size}: padded to {fields['vocab_size']}, a multiple of tp"
                 )
-            if given.tied_embeddings is None:
+            if former.tied_embeddings is None:
                 self._assume("model.tied_embeddings")
             else:
-                fields["tied_embeddings"] = given.tied_embeddings
+                fields["tied_embeddings"] = former.tied_embeddings
         if "gated_mlp" in takes:
-            fields["gated_mlp"] = given.gated_mlp
-        if "num_decoder_layers" in takes and given.num_decoder_layers is None:
+            fields["gated_mlp"] = former.gated_mlp
+        if "num_decoder_layers" in takes and former.num_decoder_layers is None:
             self.assumed += ["model.num_decoder_layers", "model.decoder_seq_len"]
-        for part in (given.moe, given.mla):
+        for part in (former.moe, former.mla):
             fields |= {key: value for key, value in (part or {}).items() if value is not None}
-        if given.max_predictions_per_seq is not None:
-            fields["max_predictions_per_seq"] = max(1, given.max_predictions_per_seq)
-            if not given.max_predictions_per_seq:
+        if former.max_predictions_per_seq is not None:
+            fields["max_predictions_per_seq"] = max(1, former.max_predictions_per_seq)
+            if not former.max_predictions_per_seq:
                 self.notes.append("a small head in place of the vocabulary's: that of one predicted token")
         fields |= self._switches(family)
         if run.plan.lora_rank is not None:
@@ -281,8 +281,8 @@ class _Conversion:
             fields |= self._given("lora_targets")
         fields |= self._given("mtp_num_layers")
         if run.task != "pretrain" and profile.packed_attention is not None and "document_lengths" in takes:
-            documents = max(1, given.seq_len // _PACKED_DOCUMENT_TOKENS)
-            fields["document_lengths"] = [given.seq_len // documents] * documents
+            documents = max(1, former.seq_len // _PACKED_DOCUMENT_TOKENS)
+            fields["document_lengths"] = [former.seq_len // documents] * documents
             self._assume("model.document_lengths")
         return fields
 
@@ -307,31 +307,31 @@ class _Conversion:
         if model.moe is not None:
             del sizes["intermediate_size"]
             sizes |= {name: model.moe.get(name) for name in _SIZES_OF_EXPERTS}
-        found: dict[str, dict[str, Any]] = {}
+        topologies: dict[str, dict[str, Any]] = {}
         for name in catalog.names("models"):
             fields = catalog.model_fields(name)
             if fields["family"] == family and all(fields.get(size) == value for size, value in sizes.items()):
-                found[name] = {switch: fields[switch] for switch in _SWITCHES if switch in fields}
-        first, *others = found.values() or [{}]
+                topologies[name] = {switch: fields[switch] for switch in _SWITCHES if switch in fields}
+        first, *others = topologies.values() or [{}]
         if not first or any(other != first for other in others):
             return {}
         said = ", ".join(f"{switch} = {value}" for switch, value in first.items())
-        self.notes.append(f"as the catalog's {next(iter(found))}, whose sizes it has: {said}")
+        self.notes.append(f"as the catalog's {next(iter(topologies))}, whose sizes it has: {said}")
         return first
 
     def _cluster(self) -> dict[str, Any]:
-        given = self.run.cluster
-        device = catalog.device(given.device)
-        section: dict[str, Any] = {"device": given.device, "num_devices": given.num_devices}
-        if given.matmul_flop_per_s is not None:
-            rates = device.matmul_flop_per_s | given.matmul_flop_per_s
-            section["device"] = {"preset": given.device, "matmul_flop_per_s": rates}
+        former = self.run.cluster
+        device = catalog.device(former.device)
+        section: dict[str, Any] = {"device": former.device, "num_devices": former.num_devices}
+        if former.matmul_flop_per_s is not None:
+            rates = device.matmul_flop_per_s | former.matmul_flop_per_s
+            section["device"] = {"preset": former.device, "matmul_flop_per_s": rates}
             self.notes.append("best GEMM rates of its machine, measured by its owners")
         section["devices_per_node"] = self._domain()
-        if device.intra_link is None and given.intra_link is not None:
-            section["intra_link"] = given.intra_link
-        gbit = given.inter_link_gbit_per_device
-        if gbit is None and given.num_devices > given.devices_per_node:
+        if device.intra_link is None and former.intra_link is not None:
+            section["intra_link"] = former.intra_link
+        gbit = former.inter_link_gbit_per_device
+        if gbit is None and former.num_devices > former.devices_per_node:
             gbit = _network_gbit(device)
             self._assume("cluster.inter_link_gbit_per_device")
         return section if gbit is None else section | {"inter_link_gbit_per_device": gbit}
@@ -345,10 +345,10 @@ class _Conversion:
         size, number = self.run.cluster.devices_per_node, self.run.cluster.num_devices
         if size != _NVL72 or number <= size or number % _TRAY:
             return size
-        found = _TRAY * max(each for each in range(1, size // _TRAY + 1) if number // _TRAY % each == 0)
-        if found != size:
-            self.notes.append(f"cluster.devices_per_node = {size}: the job takes {found} of each")
-        return found
+        domain_size = _TRAY * max(trays for trays in range(1, size // _TRAY + 1) if number // _TRAY % trays == 0)
+        if domain_size != size:
+            self.notes.append(f"cluster.devices_per_node = {size}: the job takes {domain_size} of each")
+        return domain_size
 
     def _training(self, profile: SoftwareSpec, software: Mapping[str, Any]) -> dict[str, Any]:
         plan = self.run.plan
@@ -375,36 +375,36 @@ class _Conversion:
         return fields
 
     def _plan(self) -> dict[str, Any]:
-        run, given, defaults = self.run, self.run.plan, framework_defaults()[self.run.software.framework]
-        schedule = given.schedule.removesuffix(_OPTSYNC)
+        run, former, defaults = self.run, self.run.plan, framework_defaults()[self.run.software.framework]
+        schedule = former.schedule.removesuffix(_OPTSYNC)
         facts = SCHEDULE_FACTS.get(schedule)
-        virtual_stages = given.virtual_stages
+        virtual_stages = former.virtual_stages
         if facts is not None and facts.virtual_stages is not None:
             virtual_stages = facts.virtual_stages
-        fields = self._given("grad_dtype") | given.model_dump(include=_PLAN, exclude_none=True)
+        fields = self._given("grad_dtype") | former.model_dump(include=_PLAN, exclude_none=True)
         if "offload_layers" in self.settings:
             fields |= {"offload_activations": True} | self._given("offload_layers")
-        if self.settings.get("recompute_modules") and given.recompute == "none":
+        if self.settings.get("recompute_modules") and former.recompute == "none":
             fields |= {"recompute": "selective"} | self._given("recompute_modules")
-        if "recompute_layers" in self.settings and given.recompute == "none":
+        if "recompute_layers" in self.settings and former.recompute == "none":
             fields |= {"recompute": "full"} | self._given("recompute_layers")
         if "virtual_stages" in self.settings and schedule == "1f1b":
             schedule, virtual_stages = "interleaved_1f1b", self.settings["virtual_stages"]
             facts = SCHEDULE_FACTS[schedule]
         fields |= {"schedule": schedule, "virtual_stages": virtual_stages}
-        if run.model.moe is not None and given.tp > 1:
+        if run.model.moe is not None and former.tp > 1:
             since = defaults.whole_experts_since
-            fields["etp"] = given.tp if since is None or year_of(run.software) < since else 1
+            fields["etp"] = former.tp if since is None or year_of(run.software) < since else 1
             self._assume("plan.etp")
-        if given.cp > 1:
-            fields["cp_comm"] = given.cp_comm or defaults.cp_comm
-        can_be_filled = given.pp * virtual_stages <= MAX_LAYERS  # else a rule refuses the plan
-        if given.pp > 1 and can_be_filled and run.model.family not in ("t5", "resnet"):  # whose stages are unknown
-            by_rank = given.stage_layers or (run.model.num_hidden_layers // given.pp,) * given.pp
+        if former.cp > 1:
+            fields["cp_comm"] = former.cp_comm or defaults.cp_comm
+        can_be_filled = former.pp * virtual_stages <= MAX_LAYERS  # else a rule refuses the plan
+        if former.pp > 1 and can_be_filled and run.model.family not in ("t5", "resnet"):  # whose stages are unknown
+            by_rank = former.stage_layers or (run.model.num_hidden_layers // former.pp,) * former.pp
             fields["stage_layers"] = layers_of_stages(
                 by_rank, virtual_stages, "loop" if facts is None else facts.placement
             )
-            if given.stage_layers is None or "plan.stage_layers" in run.assumed:
+            if former.stage_layers is None or "plan.stage_layers" in run.assumed:
                 fields |= self._given("stage_layers")
         return fields
 
@@ -429,19 +429,19 @@ class _Conversion:
     def measured(self, sources: dict[str, str]) -> dict[str, Any]:
         """Section ``measured``."""
         run, defaults = self.run, framework_defaults()[self.run.software.framework]
-        found = {_MEASURED.get(key, key): value for key, value in run.measured.items()}
-        found |= {"source": run.source, "version": run.software.version, "num_parameters": run.model.params}
-        printed = found.pop("peak_memory_gb_as_printed", None)
-        if found.get("peak_allocated_gib") is None and found.get("peak_reserved_gib") is None:
+        fields = {_MEASURED.get(key, key): value for key, value in run.measured.items()}
+        fields |= {"source": run.source, "version": run.software.version, "num_parameters": run.model.params}
+        printed = fields.pop("peak_memory_gb_as_printed", None)
+        if fields.get("peak_allocated_gib") is None and fields.get("peak_reserved_gib") is None:
             unit = "gb" if defaults.prints_gb else "gib"
-            found[f"peak_{'memory' if defaults.prints == 'device' else defaults.prints}_{unit}"] = printed
-            found["memory_kind"] = defaults.prints if printed is None else "allocated"
+            fields[f"peak_{'memory' if defaults.prints == 'device' else defaults.prints}_{unit}"] = printed
+            fields["memory_kind"] = defaults.prints if printed is None else "allocated"
         if run.plan.schedule.endswith(_OPTSYNC):
-            found["steps_overlap"] = False
-        found |= {"derived_step_time": run.derived_step_time, "quality": run.quality}
-        found |= {"assumed": tuple(dict.fromkeys(self.assumed)), "sources": sources, "notes": tuple(self.notes)}
+            fields["steps_overlap"] = False
+        fields |= {"derived_step_time": run.derived_step_time, "quality": run.quality}
+        fields |= {"assumed": tuple(dict.fromkeys(self.assumed)), "sources": sources, "notes": tuple(self.notes)}
         usual = {name: field.get_default(call_default_factory=True) for name, field in Measured.model_fields.items()}
-        return {key: value for key, value in found.items() if value != usual.get(key)}
+        return {key: value for key, value in fields.items() if value != usual.get(key)}
 
 
 def _has(data: Any, path: Sequence[str]) -> bool:

@@ -27,22 +27,22 @@ _RELEASE = re.compile(r"(?<![0-9.])(2[0-9]\.[01][0-9])\b")
 @cache
 def shipped_recipes() -> Recipes:
     """Recipes of all files in ``catalog/recipes``."""
-    found: dict[Framework, tuple[Recipe, ...]] = defaultdict(tuple)
+    by_framework: dict[Framework, tuple[Recipe, ...]] = defaultdict(tuple)
     folder = resources.files("simplan.scenario.published.former").joinpath("catalog", "recipes")
     for file in sorted(folder.iterdir(), key=lambda file: file.name):
         document = parse_yaml(file.read_text(encoding="utf-8"), file.name)
         read = parse_model(FormerFile, document.data, document.lines, file.name)
         for framework, recipes in read.recipes.items():
-            found[framework] += recipes
-    return dict(found)
+            by_framework[framework] += recipes
+    return dict(by_framework)
 
 
-def settings_of(run: FormerRun, own: Recipes) -> tuple[dict[str, Any], dict[str, str]]:
+def settings_of(run: FormerRun, recipes: Recipes) -> tuple[dict[str, Any], dict[str, str]]:
     """Settings of a run by the shipped recipes, then by its ``own`` file's, and the source of each."""
     settings: dict[str, Any] = {}
     sources: dict[str, str] = {}
     framework = run.software.framework
-    for recipe in (*shipped_recipes().get(framework, ()), *own.get(framework, ())):
+    for recipe in (*shipped_recipes().get(framework, ()), *recipes.get(framework, ())):
         if recipe.where and not any(_holds(conditions, run) for conditions in recipe.where):
             continue
         for name, value in recipe.sets.model_dump(exclude_none=True, exclude_defaults=True).items():
