@@ -112,7 +112,7 @@ _NOT_MODELLED: tuple[Rule, ...] = (
     trained.fake_quantization_modelled,
     sharding.mtp_sharded, sharding.loading_modelled, schedule.split_backward_of_mtp, sharding.offload_with_mtp,
     training.low_attention_modelled, model.deepspeed_splits, model.transformers_model, model.transformers_splits,
-    model.litgpt_model, model.transformers_recompute, model.transformers_split_backward,
+    model.models_of_code, model.transformers_recompute, model.transformers_split_backward,
     model.transformers_experts_autocast, training.cp_of_low_attention, replication.compression_modelled,
     replication.replication_modelled, replication.workers_of_one_device, replication.workers_alone_on_links,
 )  # fmt: skip

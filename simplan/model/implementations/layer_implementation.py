@@ -34,6 +34,7 @@ from simplan.model.implementations.expert_dispatch import (
 )
 from simplan.model.implementations.litgpt_code import as_litgpt
 from simplan.model.implementations.loss_in_chunks import ChunkedLoss, with_loss_in_chunks
+from simplan.model.implementations.torchtune_code import as_torchtune
 from simplan.model.implementations.transformers_code import as_transformers
 from simplan.model.kernel import LOSS, LayerCollective
 from simplan.model.layer import Attention, Gemm, LayerKind, LayerSpec, Operator, Pointwise, Role, Tensor
@@ -44,7 +45,7 @@ from simplan.model.share import biases_after_sums, regathered
 
 Loss = Literal["log_probabilities", "probabilities", "gradients", "logits"]
 SplitBackward = Literal["all", "matmuls"]
-ModelCode = Literal["framework", "transformers", "litgpt"]
+ModelCode = Literal["framework", "transformers", "litgpt", "torchtune", "unsloth"]
 
 COMPILED = "compiled"
 _KEPT_BY_LOSS: dict[Loss, tuple[str, int | None]] = {
@@ -60,7 +61,8 @@ class LayerImplementation(Spec):
 
     Attributes:
         model_code: Source of the model's modules: the framework (for torch, simplan's executor), or Hugging Face
-            transformers (``simplan.model.implementations.transformers_code``), or LitGPT (``litgpt_code``).
+            transformers (``simplan.model.implementations.transformers_code``), or LitGPT, torchtune or Unsloth
+            (``litgpt_code``, ``torchtune_code``, ``unsloth_code``).
         fused_softmax: False if scaling, mask and softmax of unfused attention are single operations, the softmax in
             FP32 as under torch's autocast.
         dropout: Families whose models train with dropout after the embedding, after both branches of a block and, in
@@ -172,6 +174,9 @@ def implemented_layer(layer: LayerSpec, implementation: LayerImplementation, *, 
         layer = as_transformers(layer)
     elif implementation.model_code == "litgpt":
         layer = as_litgpt(layer)
+    elif implementation.model_code == "torchtune":
+        is_chunked = implementation.chunked_loss is not None
+        layer = as_torchtune(layer, compiled=implementation.compiled, chunked=is_chunked)
     operators, parameters = layer.operators, layer.parameters
     if implementation.regathers_tokens:
         operators, parameters = biases_after_sums(operators, parameters)
@@ -375,7 +380,7 @@ def _with_loss(operators: Sequence[Operator], loss: Loss) -> Iterator[Operator]:
             yield operator
             continue
         (wide,), (kept,) = operator.reads, operator.makes
-        source = narrow[wide] if as_they_are else wide
+        source = narrow.get(wide, wide) if as_they_are else wide
         name, width = _KEPT_BY_LOSS[loss]
         kept = replace(kept, name=kept.name.replace("log-probabilities", name), bytes_per_element=width)
         saves_source = loss == "logits"
