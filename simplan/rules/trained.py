@@ -542,7 +542,7 @@ def fake_quantization_of_format(job: Job) -> Iterator[Problem]:
 
 
 @unmodelled(
-    "simulated quantization is modeled for linear layers of torch that are trained whole",
+    "simulated quantization is modeled for linear layers of torch that are trained whole, or are below adapters",
     reads="tp cp pp ep recompute shards_parameters",
 )
 def fake_quantization_modelled(job: Job) -> Iterator[Problem]:
@@ -552,7 +552,9 @@ def fake_quantization_modelled(job: Job) -> Iterator[Problem]:
     state = software.state(training, plan)
     reasons = {
         f"with {software.id}": "torchao" not in software.base_weights,
-        "with adapters or frozen weights": bool(job.model.lora_rank or job.model.frozen or training.base_weights),
+        "with frozen weights": bool(job.model.frozen or training.base_weights),
+        "with DoRA or OFT": bool(job.model.lora_rank) and (job.model.lora_dora or job.model.lora_oft),
+        "as mxfp4 with adapters": bool(job.model.lora_rank) and form.weights == "mxfp4",
         "of a captured module": job.model.captured is not None,
         "next to a reference model": training.task in REFERENCE_TASKS,
         f"with training.precision = {training.precision}": training.precision not in _WITH_BASE,

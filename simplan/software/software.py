@@ -239,6 +239,7 @@ class SoftwareSpec(Spec):
         quantizes_head: The output head is stored in few bits as well.
         holds_graph: The training loop holds the last loss, and so its graph, until the next one is there.
         casts_unpacked: Weights are quantized from another type of 16 bits, in which bitsandbytes unpacks them.
+        unpacks_into_buffer: Forward unpacks weights of few bits into one buffer, which stays.
         peft_adapters: Adapters are PEFT's, which copy the result of a 4-bit layer before they add to it.
         layers: Implementation of the layers.
         rates: Efficiency of kernels under the framework.
@@ -328,6 +329,7 @@ class SoftwareSpec(Spec):
     quantizes_head: bool = False
     holds_graph: bool = False
     casts_unpacked: bool = False
+    unpacks_into_buffer: bool = False
     peft_adapters: bool = False
     autocast: bool = Field(
         True,
@@ -708,6 +710,8 @@ class SoftwareSpec(Spec):
         weights = None if base is None else base.stored(narrow, compiled=self.compiled)
         if weights is not None and self.casts_unpacked:
             weights = replace(weights, name=f"{weights.name}-cast", casts_unpacked=True)
+        if weights is not None and self.unpacks_into_buffer:
+            weights = replace(weights, name=f"{weights.name}-buffer", has_buffer=True)
         found = FrozenBase(
             weights=weights,
             head=self.quantizes_head,

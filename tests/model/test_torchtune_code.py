@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torchao.quantization.qat import IntxFakeQuantizeConfig, IntxFakeQuantizer
 
 from executor.dry_run.memory_tracker import StorageTracker
 from simplan import catalog
+from simplan.model.fake_quantization import FakeQuantization
 from simplan.model.layer import LayerKind
 from simplan.model.model import ModelSpec
 from simplan.model.recompute import Recomputation
@@ -24,7 +27,7 @@ SIZES: dict[str, Any] = {
     "family": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 8,
     "vocab_size": 320, "seq_len": 256, "tied_embeddings": False,
 }  # fmt: skip
-BATCH, RANK, CHUNKS = 2, 4, 8
+BATCH, RANK, CHUNKS, GROUP = 2, 4, 8, 32
 
 
 class Norm(nn.Module):
@@ -41,17 +44,22 @@ class Norm(nn.Module):
 
 
 class Adapted(nn.Module):
-    """torchtune/modules/peft/lora.py, LoRALinear."""
+    """torchtune/modules/peft/lora.py, LoRALinear, or with ``rounds`` QATLoRALinear."""
 
-    def __init__(self, inputs: int, outputs: int, rank: int) -> None:
+    def __init__(self, inputs: int, outputs: int, rank: int, *, rounds: bool = False) -> None:
         super().__init__()
+        self.of_input = self.of_weight = nn.Identity()
+        if rounds:
+            self.of_input = IntxFakeQuantizer(IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False))
+            form = IntxFakeQuantizeConfig(torch.int4, group_size=GROUP, is_symmetric=True)
+            self.of_weight = IntxFakeQuantizer(form)
         self.weight = nn.Parameter(torch.ones(outputs, inputs))
         if rank:
             self.lora_a, self.lora_b = nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False)
         self.rank = rank
 
     def forward(self, x: Tensor) -> Tensor:
-        out = functional.linear(x, self.weight)
+        out = functional.linear(self.of_input(x), self.of_weight(self.weight))
         if not self.rank:
             return out
         lora_out = self.lora_a(x)
@@ -63,14 +71,15 @@ class Adapted(nn.Module):
 class Block(nn.Module):
     """torchtune/modules/transformer.py, TransformerSelfAttentionLayer with its attention, rotation and MLP."""
 
-    def __init__(self, spec: ModelSpec, rank: int) -> None:
+    def __init__(self, spec: ModelSpec, rank: int, *, rounds: bool = False) -> None:
         super().__init__()
         h, width = spec.hidden_size, spec.intermediate_size
+        adapted = partial(Adapted, rank=rank, rounds=rounds)
         self.heads, self.groups, self.size = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
         self.sa_norm, self.mlp_norm = Norm(h), Norm(h)
-        self.q_proj, self.output_proj = Adapted(h, h, rank), Adapted(h, h, rank)
-        self.k_proj, self.v_proj = (Adapted(h, self.groups * self.size, rank) for _ in "kv")
-        self.w1, self.w3, self.w2 = Adapted(h, width, rank), Adapted(h, width, rank), Adapted(width, h, rank)
+        self.q_proj, self.output_proj = adapted(h, h), adapted(h, h)
+        self.k_proj, self.v_proj = (adapted(h, self.groups * self.size) for _ in "kv")
+        self.w1, self.w3, self.w2 = adapted(h, width), adapted(h, width), adapted(width, h)
         self.register_buffer("cache", torch.ones(spec.seq_len, self.size // 2, 2))
 
     def _rotated(self, x: Tensor) -> Tensor:
@@ -106,10 +115,13 @@ class Block(nn.Module):
         return result
 
 
-def predicted(kind: LayerKind, options: dict[str, Any], **software: Any) -> LayerTensors:
+def predicted(
+    kind: LayerKind, options: dict[str, Any], form: FakeQuantization | None = None, **software: Any
+) -> LayerTensors:
     """Tensors of the last layer of a kind."""
-    spec, plan = ModelSpec(**SIZES | options), ParallelPlan()
-    training = TrainingSpec(global_batch_size=BATCH, precision="bf16", task="lora" if spec.lora_rank else "sft")
+    spec, plan = ModelSpec(**SIZES | options), ParallelPlan(microbatch_size=BATCH)
+    task: Any = "lora" if spec.lora_rank else "sft"
+    training = TrainingSpec(global_batch_size=BATCH, precision="bf16", task=task, fake_quantization=form)
     profile = catalog.software("torchtune").model_copy(update=software)
     layer = [each for each in profile.layers_of(spec, plan, training) if each.kind is kind][-1]
     saved = Recomputation(frozenset(tensor.name for tensor in layer.saved))
@@ -161,6 +173,20 @@ def test_blocks_save_what_autograd_saves(rank: int, groups: int) -> None:
     tensors = predicted(LayerKind.BLOCK, options)
     assert tensors.saved_bytes == saved_by(block, inputs())
     assert peaks_of(block) == peaks_predicted(tensors)
+
+
+def test_weights_below_adapters_are_rounded_without_a_trace() -> None:
+    """Autograd saves rounded weights for gradients of inputs, and of the rounding of inputs what it always saves."""
+    form = FakeQuantization(weights="intx_int4", activations="int8", group_size=GROUP)
+    options: dict[str, Any] = {"lora_rank": RANK, "lora_targets": ("all",)}
+    block = Block(ModelSpec(**SIZES | options), RANK, rounds=True).to(torch.bfloat16)
+    block.cache = block.cache.float()
+    for name, parameter in block.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    tensors = predicted(LayerKind.BLOCK, options, form)
+    assert tensors.saved_bytes == saved_by(block, inputs())
+    scales = sum(tensor.elements for tensor in tensors.layer.attributes)
+    assert peaks_of(block)[1] == pytest.approx(peaks_predicted(tensors)[1] + scales, rel=0.005)
 
 
 @pytest.mark.parametrize("trains", [True, False])

@@ -54,7 +54,7 @@ def _read(file: ConfigFile) -> Configuration:
     _read_model(reading)
     adapts = _read_adapters(reading)
     _read_training(reading, adapts=adapts)
-    _read_fake_quantization(reading, adapts=adapts)
+    _read_fake_quantization(reading)
     _read_plan(reading)
     preset, why = _profile(reading)
     reading.put("software.preset", preset, why)
@@ -110,7 +110,7 @@ def _builder(reading: Reading) -> str:
     return re.sub(r"^q?lora_", "", str(reading.peek(_MODEL)).rpartition(".")[2])
 
 
-def _read_fake_quantization(reading: Reading, *, adapts: bool) -> None:
+def _read_fake_quantization(reading: Reading) -> None:
     """Read simulated quantization (torchtune/training/quantization.py)."""
     key = "quantizer._component_"
     if key not in reading:
@@ -119,8 +119,6 @@ def _read_fake_quantization(reading: Reading, *, adapts: bool) -> None:
     if str(reading.value(key)).rpartition(".")[2] != "Int8DynActInt4WeightQATQuantizer":
         rule = "simulates another quantization, or trains nothing, which is not modeled"
         reading.refuse(key, rule, "use Int8DynActInt4WeightQATQuantizer, or remove it")
-    elif adapts:
-        reading.refuse(key, "simulates quantization below adapters, which is not modeled yet", "remove it")
     else:
         form = {"weights": "intx_int4", "activations": "int8", "group_size": size}
         reading.put("training.fake_quantization", form, key)
