@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING
 from simplan.model.kernel import Gemm, Kernel, LayerCollective, Lookup, OperandKernels, Pointwise
 from simplan.model.layer import LayerKind, LayerSpec, Operator, ParameterSpec, Role, Tensor
 from simplan.model.module_names import PartName, matrices, modules, numbered, part_name
+from simplan.model.parts.embedding_and_head import SCORE
 from simplan.model.parts.part import FP32_BYTES, MASK_BYTES, cast
 
 if TYPE_CHECKING:  # the model unfolds into layers and so imports this module
@@ -141,8 +142,10 @@ def _trainings(layers: Sequence[LayerSpec], model: ModelSpec) -> Iterator[tuple[
             kept = _END_MATRICES[kind] if kind in saved else ""
             order = tuple((name, chosen[name]) for name in own if name in chosen)
             modules_frozen = None
-            if kind is LayerKind.HEAD and model.objective == "score":  # PEFT trains the new head of a reward model
-                modules_frozen = frozenset(p.name.rpartition(".")[0] for p in layer.parameters) - {_END_MATRICES[kind]}
+            if kind is LayerKind.HEAD and model.objective in ("score", "score_and_logits"):
+                # PEFT trains the new head of a reward model, and so does LLaMA-Factory
+                new = _END_MATRICES[kind] if model.objective == "score" else SCORE
+                modules_frozen = frozenset(p.name.rpartition(".")[0] for p in layer.parameters) - {new}
             yield layer, _Training(order, modules_frozen, kept, dropout, model.lora_dora, model.lora_oft)
             continue
         names_frozen: set[str] = set()
@@ -186,8 +189,11 @@ def _parameters(layer: LayerSpec, training: _Training, shard: Shard) -> Iterator
     for parameter, following in zip(layer.parameters, [*layer.parameters[1:], None], strict=True):
         name = parameter.name.rpartition(".")[0]
         frozen = training.freezes(parameter.name)
-        yield replace(parameter, frozen=True, partial_gradient=False) if frozen else parameter
-        if name == training.saved:
+        is_copy = name == training.saved
+        yield replace(
+            parameter, frozen=frozen, partial_gradient=parameter.partial_gradient and not frozen, is_copy=is_copy
+        )
+        if is_copy:
             original = replace(parameter, name=f"{name}.original_module.weight")
             yield replace(original, frozen=True, partial_gradient=False)
         if name not in ranks or (following is not None and following.name == f"{name}.bias"):
@@ -214,7 +220,7 @@ def _operators(layer: LayerSpec, training: _Training, *, flows: bool) -> tuple[l
     for operator, place in zip(layer.operators, layer.places, strict=True):
         followers.setdefault(place, set()).update(operator.reads)
     for operator, place in zip(layer.operators, layer.places, strict=True):
-        kernel, brings = operator.kernel, not needed.isdisjoint(operator.reads)
+        kernel, brings = operator.kernel, not (operator.detached or needed.isdisjoint(operator.reads))
         own = tuple(name for name in operator.parameters if not training.freezes(name))
         rank = ranks.get(kernel.name, 0) if isinstance(kernel, Gemm | Lookup) else 0
         trains = bool(own) or rank > 0

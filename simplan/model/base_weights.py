@@ -174,7 +174,13 @@ def with_frozen_base(layer: LayerSpec, base: FrozenBase) -> LayerSpec:
         stored |= dict.fromkeys(stored_experts(layer), base.experts)
     operators = tuple(_operators(layer, base, stored))
     parameters = tuple(replace(p, stored=stored.get(p.name)) for p in layer.parameters)
-    return replace(layer, key=f"{layer.key}{base.key}", operators=operators, parameters=parameters)
+    constants = layer.constants
+    if stored and base.weights is not None and base.weights.has_buffer:
+        most = max(p.num_elements for p in parameters if p.stored is not None)
+        scales = -(-most // (base.weights.unpacked_scale_elements or most))
+        constants += (Tensor("unpacked weight", most, base.compute_bytes), Tensor("its scales", scales, FP32_BYTES))
+    key = f"{layer.key}{base.key}"
+    return replace(layer, key=key, operators=operators, parameters=parameters, constants=constants)
 
 
 def stored_weights(layer: LayerSpec, form: WeightFormat | None, *, head: bool = False) -> frozenset[str]:

@@ -8,7 +8,9 @@ Integers and FP8 are single operations of torch, of which autograd saves operand
 quantization/qat/fake_quantizer.py, linear.py). MXFP4 is one autograd function: it saves packed operands, and unpacks
 them for the matmuls of forward and again for those of backward (prototype/qat/mx.py; prototype/mx_formats/mx_tensor.py,
 ``_addmm_mx_dispatch``, KernelPreference.EMULATED). ``quantize_`` replaces every ``nn.Linear``, the output head among
-them; a loss in chunks reads the head's weight as it is.
+them; a loss in chunks reads the head's weight as it is. With adapters, the matrices below them are rounded, which
+autograd does not follow, while adapters read their input as it is (torchtune at bd2a0fc, modules/peft/lora.py,
+``QATLoRALinear``).
 """
 
 from __future__ import annotations
@@ -188,15 +190,23 @@ def with_fake_quantization(layer: LayerSpec, simulated: SimulatedLinears) -> Lay
 
 
 def fake_quantized(layer: LayerSpec) -> list[Gemm]:
-    """Matmuls of the linear layers of a layer, without experts, routers and heads whose loss is in chunks."""
-    kernels = zip(layer.kernels, layer.roles, strict=True)
+    """Matmuls of the linear layers of a layer, trained or below an adapter.
+
+    Experts, routers and heads whose loss is in chunks are none.
+    """
+    kernels = list(zip(layer.kernels, layer.roles, strict=True))
+    names = {kernel.name for kernel, _ in kernels}
     gemms = [kernel for kernel, roles in kernels if isinstance(kernel, Gemm) and roles.isdisjoint(_NO_LINEAR)]
     return [
-        gemm for gemm in gemms if gemm.trained and gemm.num_groups == 1 and not (gemm.chunks or gemm.image_elements)
+        gemm
+        for gemm in gemms
+        if (gemm.trained or f"{gemm.name}.lora_a" in names)
+        and gemm.num_groups == 1
+        and not (gemm.chunks or gemm.image_elements)
     ]
 
 
-_NO_LINEAR = frozenset({Role.GATING, Role.EXPERTS, Role.UNQUANTIZED})
+_NO_LINEAR = frozenset({Role.GATING, Role.EXPERTS, Role.UNQUANTIZED, Role.ADAPTER})
 
 
 def _kept_scales(gemm: Gemm, simulated: SimulatedLinears) -> Iterator[Tensor]:
@@ -238,19 +248,30 @@ def _rounded(operator: Operator, gemm: Gemm, simulated: SimulatedLinears) -> Ite
     groups = elements // form.inputs_per_scale
     size = elements * steps.saved.of(width) + groups * steps.group_saved.of(width) + gemm.n * steps.row_saved.of(width)
     saved_weight, rounded = of_weight("while rounded", size), of_weight("rounded", elements * width)
-    yield Operator(
-        makes=(rounded, saved_weight),
-        saves=(saved_weight.name,),
-        parameters=operator.parameters,
+    rounding = Operator(
+        makes=(rounded,),
         forward_scratch=(of_weight("forward", elements * steps.forward.of(width)),),
-        backward_scratch=(of_weight("backward", elements * steps.backward.of(width)),),
         roles=operator.roles,
     )
+    kernels = simulated.kernels
+    if gemm.trained:
+        scratch = of_weight("backward", elements * steps.backward.of(width))
+        yield replace(
+            rounding,
+            makes=(rounded, saved_weight),
+            saves=(saved_weight.name,),
+            parameters=operator.parameters,
+            backward_scratch=(scratch,),
+        )
+    else:
+        only_forward = (kernels.weights[0], 0), (kernels.weight_kernels[0], 0)
+        kernels = replace(kernels, weights=only_forward[0], weight_kernels=only_forward[1])
+        yield rounding
     yield replace(
         operator,
-        kernel=replace(gemm, trained=False, operands=simulated.kernels),
+        kernel=replace(gemm, trained=False, operands=kernels),
         reads=(source, rounded.name),
-        saves=(source, rounded.name),
+        saves=(*((source,) if gemm.trained else ()), rounded.name),
         saves_for=((rounded.name, source),),
         parameters=(),
     )

@@ -51,6 +51,8 @@ class Chunks:
         number: Number of equal chunks; None for one of the others.
         size: Tokens per chunk, of all sequences of a microbatch; None for one of the others.
         shrink: Tokens of a microbatch over those of a chunk, whose size is then rounded up to a power of two.
+        fours_of: Tokens of a microbatch up to which it is one chunk; more of them are a multiple of four chunks of at
+            most so many. None for one of the others.
         in_forward: Backward of a chunk follows its loss, so that forward computes all gradients.
         in_place: These gradients of the weight are added to those of earlier microbatches; else they are one tensor,
             which backward returns.
@@ -64,6 +66,7 @@ class Chunks:
     in_forward: bool = False
     in_place: bool = False
     fused: bool = False
+    fours_of: int | None = None
 
     def tokens(self, b: int) -> int:
         """Returns the tokens of the largest chunk of a microbatch of b sequences."""
@@ -72,6 +75,8 @@ class Chunks:
             return -(-total // self.number)
         if self.size is not None:
             return min(total, self.size)
+        if self.fours_of is not None:
+            return total if total <= self.fours_of else -(-total // (4 * -(-total // (4 * self.fours_of))))
         return min(total, 1 << (-(-total // self.shrink) - 1).bit_length())
 
     def count(self, b: int) -> int:

@@ -71,6 +71,7 @@ class WeightFormat:
         keeps_input: The matmul saves its input for backward although its weight is frozen (bitsandbytes, MatMul8bitLt;
             before 0.43.2 also MatMul4Bit).
         casts_unpacked: A weight is unpacked in the type in which it was quantized, and then cast.
+        has_buffer: Forward unpacks every weight into one buffer, which stays.
         quantizes_input: Forward multiplies integers: the input is quantized, and the result is unpacked from INT32.
         unpacked_scale_elements: Elements per scale that unpacking expands to FP32 first; 0 for none.
         steps: Single operations that unpack a weight; None for one kernel.
@@ -88,6 +89,7 @@ class WeightFormat:
     shards_scales: bool = False
     keeps_input: bool = False
     casts_unpacked: bool = False
+    has_buffer: bool = False
     quantizes_input: bool = False
     unpacked_scale_elements: int = 0
     steps: UnpackingSteps | None = None
@@ -137,7 +139,7 @@ class WeightFormat:
         elements, result = experts * n * k, rows * (n if forward else k) * width
         if forward and self.quantizes_input:  # INT8 input, INT32 result
             return rows * (k + 4 * n)
-        if self.keeps_weight and not forward:
+        if (self.keeps_weight and not forward) or (self.has_buffer and forward):
             return 0
         steps, unpacking = self.steps, elements * width * (1 + self.casts_unpacked)
         if steps is not None:

@@ -91,8 +91,8 @@ _OF_TORCHAO: Mapping[Situation, tuple[str, str]] = {
     **_ONE_BY_ONE,
     "on_host": _ON_HOST,
 }
-_WITH_BNB = ("torch", "accelerate", "transformers", "deepspeed", "litgpt")
-_WITH_TORCHAO = ("torch", "torchtitan", "torchtitan-2025", "accelerate", "transformers")
+_WITH_BNB = ("torch", "accelerate", "transformers", "deepspeed", "litgpt", "torchtune", "unsloth")
+_WITH_TORCHAO = ("torch", "torchtitan", "torchtitan-2025", "accelerate", "transformers", "torchtune")
 _MUON_SOFTWARE = ("torch", "accelerate", "transformers", "megatron-core", "megatron-bridge")
 _SPLIT = ("needs whole tensors, and {} splits them", "use tp = 1")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from simplan import catalog
@@ -221,21 +221,32 @@ def _is_transformers(job: Job) -> bool:
     return job.software.layers.model_code == "transformers"
 
 
+_CODES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "litgpt": ("LitGPT's", _LITGPT_FAMILIES),
+    "torchtune": ("torchtune's", ("llama",)),
+    "unsloth": ("Unsloth's", ("llama",)),
+}
+"""Code of a model's modules -> whose it is, and families of which it is modeled."""
+
+
 @unmodelled(
-    "of LitGPT's models those of Llama's kind and GPT-NeoX are modeled, under data parallelism",
+    "of LitGPT's models those of Llama's kind and GPT-NeoX are modeled, of torchtune's and Unsloth's those of Llama's "
+    "kind, under data parallelism",
     reads="tp cp pp",
 )
-def litgpt_model(job: Job) -> Iterator[Problem]:
-    model, plan = job.model, job.plan
-    if job.software.layers.model_code != "litgpt":
+def models_of_code(job: Job) -> Iterator[Problem]:
+    model, plan, code = job.model, job.plan, job.software.layers.model_code
+    if code not in _CODES:
         return
-    if model.family not in _LITGPT_FAMILIES:
-        yield not_modelled(job, "model.family", "LitGPT's code for this family", f"use {', '.join(_LITGPT_FAMILIES)}")
-    if model.qk_norm is not None:
-        yield not_modelled(job, "model.qk_norm", "this with LitGPT's code", "use software torch")
+    whose, families = _CODES[code]
+    if model.family not in families:
+        what = f"{whose} code for this family"
+        yield not_modelled(job, "model.family", what, f"use {', '.join(families)}, or software torch")
+    if model.qk_norm is not None and (code == "litgpt" or model.qk_norm == "projection"):
+        yield not_modelled(job, "model.qk_norm", f"this with {whose} code", "use software torch")
     for axis in ("tp", "cp", "pp"):
         if getattr(plan, axis) > 1:
-            yield not_modelled(job, f"plan.{axis}", "this with LitGPT's code", "use 1, or software torch")
+            yield not_modelled(job, f"plan.{axis}", f"this with {whose} code", "use 1, or software torch")
 
 
 @unmodelled("of transformers' models GPT-2, Llama, Qwen2, Qwen3, Mixtral and Qwen3's experts are modeled")

@@ -16,7 +16,7 @@ from simplan.units import format_bytes
 from simplan.wording import divisors, either
 
 _FAMILIES = ("gpt", "llama", "moe")
-_WITH_FSDP2 = ("torch", "torchtitan", "torchtitan-2024", "torchtitan-2025", "transformers", "accelerate")
+_WITH_FSDP2 = ("torch", "torchtitan", "torchtitan-2024", "torchtitan-2025", "transformers", "accelerate", "torchtune")
 _MAX_BROADCASTS = 4096
 """Broadcasts of an update with torch's ZeroRedundancyOptimizer: each lists all ranks, so their size is the square."""
 _WITH_HOST_OPTIMIZER = (*_WITH_FSDP2, "deepspeed")

@@ -202,6 +202,13 @@ def gradients_of_frozen_inputs(job: Job) -> Iterator[Problem]:
     if job.model.input_require_grads and not (job.model.lora_rank or job.model.frozen):
         what = "is about weights that are not trained, and all are"
         yield problem_of(job, "model.input_require_grads", what, "remove it, or give model.lora_rank or model.frozen")
+    elif job.model.input_require_grads and job.model.captured is not None:
+        if not job.model.captured.input_embeddings:
+            what = f"is about input embeddings, and {job.model.captured.name} names none"
+            yield problem_of(job, "model.input_require_grads", what, "remove it, or capture a model of transformers again")
+        elif not job.model.lora_rank:
+            what = "is not modeled yet with frozen parts of a captured module"
+            yield problem_of(job, "model.input_require_grads", what, "remove it")
 
 
 @unmodelled("adapters in this precision are not modeled for the software")
@@ -320,12 +327,16 @@ def rotations_modelled(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "model.lora_oft", f"OFT {what}", "use false")
 
 
-@unmodelled("trained copies of modules are modeled where adapters are as wide as the frozen weights")
+@unmodelled(
+    "trained copies of modules next to wider adapters are modeled for whole parameters of torch",
+    reads="shards_parameters",
+)
 def saved_modules_modelled(job: Job) -> Iterator[Problem]:
     if not job.model.lora_modules_to_save or not job.software.states(job.training, job.plan):
         return
     state = job.software.state(job.training, job.plan)
-    if state.parameter != state.frozen:
+    replicated = not job.plan.shards_parameters and not state.master and job.software.runtime == "torch"
+    if state.parameter not in (state.frozen, 2 * state.frozen if replicated else 0):
         what = (
             f"a trained copy as wide as the original ({state.frozen} bytes) next to adapters of {state.parameter} bytes"
         )
@@ -542,7 +553,7 @@ def fake_quantization_of_format(job: Job) -> Iterator[Problem]:
 
 
 @unmodelled(
-    "simulated quantization is modeled for linear layers of torch that are trained whole",
+    "simulated quantization is modeled for linear layers of torch that are trained whole, or are below adapters",
     reads="tp cp pp ep recompute shards_parameters",
 )
 def fake_quantization_modelled(job: Job) -> Iterator[Problem]:
@@ -552,7 +563,9 @@ def fake_quantization_modelled(job: Job) -> Iterator[Problem]:
     state = software.state(training, plan)
     reasons = {
         f"with {software.id}": "torchao" not in software.base_weights,
-        "with adapters or frozen weights": bool(job.model.lora_rank or job.model.frozen or training.base_weights),
+        "with frozen weights": bool(job.model.frozen or training.base_weights),
+        "with DoRA or OFT": bool(job.model.lora_rank) and (job.model.lora_dora or job.model.lora_oft),
+        "as mxfp4 with adapters": bool(job.model.lora_rank) and form.weights == "mxfp4",
         "of a captured module": job.model.captured is not None,
         "next to a reference model": training.task in REFERENCE_TASKS,
         f"with training.precision = {training.precision}": training.precision not in _WITH_BASE,
@@ -636,6 +649,15 @@ def head_of_scores(job: Job) -> Iterator[Problem]:
     if job.software.loss != "whole":
         sentence = "computes logits in chunks, and training.task = reward has no logits"
         yield problem_of(job, "software.loss", sentence, "use software.loss = whole")
+
+
+@rule("logits next to a score are of reward models")
+def logits_of_rewards(job: Job) -> Iterator[Problem]:
+    preference = job.training.preference
+    if preference is not None and preference.logits and job.training.task != "reward":
+        yield _of_preference(
+            job, "logits", f"is of reward models, and training.task = {job.training.task}", "use false"
+        )
 
 
 @rule("a second model on the host must fit there", reads="shards_parameters offload_optimizer", reads_cluster=True)

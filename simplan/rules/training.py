@@ -20,7 +20,17 @@ from simplan.wording import either, nearest_divisors
 
 _PRECISIONS = ("fp32", "tf32", "bf16", "fp16", *LOW_PRECISIONS)
 _TORCH_OPTIMIZERS = frozenset(
-    {"torch", "torchtitan", "torchtitan-2024", "torchtitan-2025", "transformers", "accelerate", "litgpt"}
+    {
+        "torch",
+        "torchtitan",
+        "torchtitan-2024",
+        "torchtitan-2025",
+        "transformers",
+        "accelerate",
+        "litgpt",
+        "torchtune",
+        "unsloth",
+    }
 )
 """Frameworks that use torch.optim's optimizers."""
 

@@ -16,7 +16,7 @@ from simplan.model.fake_quantization import SimulatedLinears, with_fake_quantiza
 from simplan.model.implementations.expert_dispatch import ExpertDispatch
 from simplan.model.implementations.layer_implementation import LayerImplementation, implemented_layers
 from simplan.model.implementations.loss_in_chunks import ChunkedLoss, LossMode
-from simplan.model.layer import LayerSpec
+from simplan.model.layer import LayerSpec, ParameterSpec
 from simplan.model.low_precision import Fp8Recipe, Kept, LinearFormat, LowPrecision, QuantizedWeights, linear_format
 from simplan.model.weight_format import WeightLibrary
 from simplan.optimizers import OPTIMIZERS, OptimizerName, Widths
@@ -39,6 +39,7 @@ SoftwareOption = Literal[
     "dtensor",
     "expert_dispatch",
     "expert_overlap",
+    "flat_shards",
     "fp8_activation_input",
     "fp8_dot_product_attention",
     "fused_experts",
@@ -185,6 +186,14 @@ class StateBytes(Spec):
         """Bytes that an update reads and writes relative to FP32: 1/2 for weights of 16 bits without a master copy."""
         return 1 / 2 if not self.master and self.parameter == self.gradient == self.moment == 2 else 1.0
 
+    def elements_of(self, parameter: ParameterSpec, number: int | None = None) -> int:
+        """Elements of a parameter, or a number of them, as so many of the width of trained parameters.
+
+        A trained copy of a frozen weight is as wide as that one, and so are its gradient and its states of AdamW.
+        """
+        number = parameter.num_elements if number is None else number
+        return number * int(self.frozen) // int(self.parameter) if parameter.is_copy else number
+
     def widths(self, *, trainer: bool = False) -> Widths:
         """Widths that states of the optimizer depend on; the optimizer updates the master copy where there is one.
 
@@ -239,6 +248,7 @@ class SoftwareSpec(Spec):
         quantizes_head: The output head is stored in few bits as well.
         holds_graph: The training loop holds the last loss, and so its graph, until the next one is there.
         casts_unpacked: Weights are quantized from another type of 16 bits, in which bitsandbytes unpacks them.
+        unpacks_into_buffer: Forward unpacks weights of few bits into one buffer, which stays.
         peft_adapters: Adapters are PEFT's, which copy the result of a 4-bit layer before they add to it.
         layers: Implementation of the layers.
         rates: Efficiency of kernels under the framework.
@@ -330,6 +340,7 @@ class SoftwareSpec(Spec):
     quantizes_head: bool = False
     holds_graph: bool = False
     casts_unpacked: bool = False
+    unpacks_into_buffer: bool = False
     peft_adapters: bool = False
     autocast: bool = Field(
         True,
@@ -417,6 +428,13 @@ class SoftwareSpec(Spec):
             "Gradients are freed after the update (torch's default), and exist from the first backward on, or under "
             "FSDP from the first reduction on. Those that DDP accumulates without a reduction are then outside of "
             "its buckets. Else gradients are zeroed in place, and count for the whole step. Of runtime torch."
+        ),
+    )
+    flat_shards: bool = Field(
+        False,
+        description=(
+            "FSDP1: each rank has a plain part of one flat tensor per unit, which optimizers of bitsandbytes can "
+            "update; else parts of each parameter, as FSDP2 has. Gathers are those of FSDP2."
         ),
     )
     waits_for_gradients: Literal["backward", "step"] = "backward"
@@ -519,6 +537,7 @@ class SoftwareSpec(Spec):
             "dtensor": "DTensor" if self.dtensor else "",
             "expert_dispatch": self.expert_dispatch if self.expert_dispatch != "copies" else "",
             "expert_overlap": "expert all-to-all overlapped with another microbatch" if self.expert_overlap else "",
+            "flat_shards": "flat shards" if self.flat_shards else "",
             "fp8_activation_input": "FP8 inputs of activations" if self.fp8_activation_input else "",
             "fp8_dot_product_attention": "FP8 attention" if self.fp8_dot_product_attention else "",
             "fused_experts": "fused experts" if self.fused_experts else "",
@@ -715,6 +734,8 @@ class SoftwareSpec(Spec):
         weights = None if base is None else base.stored(narrow, compiled=self.compiled)
         if weights is not None and self.casts_unpacked:
             weights = replace(weights, name=f"{weights.name}-cast", casts_unpacked=True)
+        if weights is not None and self.unpacks_into_buffer:
+            weights = replace(weights, name=f"{weights.name}-buffer", has_buffer=True)
         found = FrozenBase(
             weights=weights,
             head=self.quantizes_head,

@@ -55,7 +55,7 @@ def test_recomputation_keeps_what_autograd_saves_to_one_block() -> None:
         (INT4, {"pure_bf16": False}, "under torch.autocast"),
         (INT4, {"software": "deepspeed", "pure_bf16": False}, "with deepspeed"),
         (INT4, {"software.compiled": True}, "with software.compiled = true"),
-        (INT4, {"lora_rank": 8, "task": "lora", "pure_bf16": False}, "with adapters or frozen weights"),
+        (INT4, {"lora_rank": 8, "lora_dora": True, "task": "lora"}, "with DoRA or OFT"),
         (INT4, {"recompute": "selective"}, "with plan.recompute = selective"),
         (INT4, {"task": "dpo"}, "next to a reference model"),
     ],

@@ -1,8 +1,8 @@
 """torchtune: YAML configurations of its recipes, which name components of Python.
 
 A configuration is for one device or for several; ``tune run`` says how many, and the recipe. Recipes of several devices
-shard every block by FSDP2 (torchtune/training/_distributed.py, ``shard_model``). simplan has no profile of torchtune:
-its models run torch's own operators, so that ``torch`` is what comes closest.
+shard every block by FSDP2 (torchtune/training/_distributed.py, ``shard_model``). Where torchtune's own modules are not
+modeled (Gemma, tensor and context parallelism), the profile is ``torch``, whose operators they run.
 
 Sources: ``tables/torchtune.yaml``.
 """
@@ -54,9 +54,11 @@ def _read(file: ConfigFile) -> Configuration:
     _read_model(reading)
     adapts = _read_adapters(reading)
     _read_training(reading, adapts=adapts)
-    _read_fake_quantization(reading, adapts=adapts)
+    _read_fake_quantization(reading)
     _read_plan(reading)
-    reading.put("software.preset", "torch", "torchtune has no profile of its own, and its models run torch's operators")
+    preset, why = _profile(reading)
+    reading.put("software.preset", preset, why)
+    _read_types_and_loss(reading, adapts=adapts, preset=preset)
     if reading.truth("compile"):
         reading.put("software.compiled", True, "compile")
     _sort_rest(reading)
@@ -78,7 +80,37 @@ def _note(reading: Reading) -> None:
             reading.refuse(key, rule, "remove it")
 
 
-def _read_fake_quantization(reading: Reading, *, adapts: bool) -> None:
+def _profile(reading: Reading) -> tuple[str, str]:
+    """Profile of a recipe, and why it is that one."""
+    for key in ("tensor_parallel_dim", "context_parallel_dim"):
+        if reading.peek(key) not in (None, 1):
+            return "torch", f"torchtune's own modules with {key} are not modeled"
+    if _builder(reading).startswith("gemma"):
+        return "torch", "torchtune's own modules of Gemma are not modeled"
+    return "torchtune", "a recipe of torchtune"
+
+
+def _read_types_and_loss(reading: Reading, *, adapts: bool, preset: str) -> None:
+    if reading.written("training.precision") == "bf16":
+        if preset == "torch" and adapts:
+            reading.not_modeled("dtype", "adapters of 16 bits; here adapters and their states are FP32")
+        else:
+            reading.put("training.pure_bf16", True, "dtype")
+    if not str(reading.peek(_LOSS, "")).endswith(("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss")):
+        return
+    if preset == "torchtune" and "head" not in (reading.written("model.lora_targets") or ()):
+        reading.put("software.loss", "chunked", _LOSS)
+    else:
+        what = "logits exist chunk by chunk, of which FP32 softmaxes stay; here all logits lie together"
+        reading.not_modeled(_LOSS, what)
+
+
+def _builder(reading: Reading) -> str:
+    """Name of the function that builds the model, without the words for adapters."""
+    return re.sub(r"^q?lora_", "", str(reading.peek(_MODEL)).rpartition(".")[2])
+
+
+def _read_fake_quantization(reading: Reading) -> None:
     """Read simulated quantization (torchtune/training/quantization.py)."""
     key = "quantizer._component_"
     if key not in reading:
@@ -87,16 +119,14 @@ def _read_fake_quantization(reading: Reading, *, adapts: bool) -> None:
     if str(reading.value(key)).rpartition(".")[2] != "Int8DynActInt4WeightQATQuantizer":
         rule = "simulates another quantization, or trains nothing, which is not modeled"
         reading.refuse(key, rule, "use Int8DynActInt4WeightQATQuantizer, or remove it")
-    elif adapts:
-        reading.refuse(key, "simulates quantization below adapters, which is not modeled yet", "remove it")
     else:
         form = {"weights": "intx_int4", "activations": "int8", "group_size": size}
         reading.put("training.fake_quantization", form, key)
 
 
 def _read_model(reading: Reading) -> None:
-    word = str(reading.value(_MODEL)).rpartition(".")[2]
-    builder = re.sub(r"^q?lora_", "", word)
+    reading.value(_MODEL)
+    builder = _builder(reading)
     preset = preset_of(_table("models").get(builder, builder))
     if preset is not None:
         reading.put("model.preset", preset, _MODEL)
@@ -143,7 +173,7 @@ def _read_adapters(reading: Reading) -> bool:
         where = _MODEL if quantized else "model.quantize_base"
         weights = {"format": "nf4", "library": "torchao", "double_quantization": True}
         reading.put("training.base_weights", weights, where)
-        if not {*of_attention.values(), *of_mlp} <= {*targets}:
+        if _builder(reading).startswith("qwen") and not {*of_attention.values(), *of_mlp} <= {*targets}:
             reading.not_modeled(where, "matrices without an adapter stay in 16 bits; here all are quantized")
     return True
 
@@ -155,10 +185,6 @@ def _read_training(reading: Reading, *, adapts: bool) -> None:
         reading.refuse("dtype", "is none of torchtune's types of training", "use bf16 or fp32")
     else:
         reading.put("training.precision", precision, "dtype" if "dtype" in reading else "the default of torchtune")
-    if precision == "bf16" and adapts:
-        reading.not_modeled("dtype", "adapters of 16 bits; here adapters and their states are FP32")
-    elif precision == "bf16":
-        reading.put("training.pure_bf16", True, "dtype")
     if not adapts:
         reading.put("training.task", "sft", "a recipe of finetuning")
     reading.put("plan.microbatch_size", reading.whole("batch_size"), "batch_size")
@@ -175,10 +201,6 @@ def _read_training(reading: Reading, *, adapts: bool) -> None:
     clip = reading.value("clip_grad_norm")
     if isinstance(clip, int | float) and not isinstance(clip, bool) and clip > 0:
         reading.put("training.clip_grad_norm", float(clip), "clip_grad_norm")
-    if str(reading.peek(_LOSS, "")).endswith(("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss")):
-        reading.not_modeled(
-            _LOSS, "logits exist chunk by chunk, of which FP32 softmaxes stay; here all logits lie together"
-        )
 
 
 def _read_plan(reading: Reading) -> None:

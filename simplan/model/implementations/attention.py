@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from simplan.model.layer import Attention, CollectiveKind, LayerCollective, LayerSpec, Operator, Tensor
+from simplan.model.layer import Attention, CollectiveKind, LayerCollective, LayerSpec, Operator, Pointwise, Tensor
 from simplan.model.operator import bypassed
 from simplan.model.parts.attention import JOIN, SINKS
 from simplan.model.parts.mla import CUT_VALUES
@@ -79,6 +79,21 @@ def with_repeated_keys(operators: Iterable[Operator]) -> Iterator[Operator]:
         yield replace(operator, kernel=replace(kernel, backward=CollectiveKind.ALL_GATHER, elements=elements))
         home = LayerCollective("gradients of k and v", "cp", None, CollectiveKind.RING, elements, FP32_BYTES)
         yield Operator(kernel=home)
+
+
+def with_copied_keys(operator: Operator, core: Attention) -> Iterator[Operator]:
+    """An attention core whose keys and values are copied for every head of queries, and saved so."""
+    elements = core.seq_len * core.num_heads * core.head_dim
+    copies = {name: Tensor(f"{name}, repeated", elements) for name in operator.reads[1:]}
+    for name, copy in copies.items():
+        yield Operator(kernel=Pointwise("repeat_interleave", elements, elements), reads=(name,), makes=(copy,))
+    names = {name: copy.name for name, copy in copies.items()}
+    yield replace(
+        operator,
+        kernel=replace(core, num_key_value_heads=core.num_heads),
+        reads=tuple(names.get(name, name) for name in operator.reads),
+        saves=tuple(names.get(name, name) for name in operator.saves),
+    )
 
 
 def in_one_call(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:

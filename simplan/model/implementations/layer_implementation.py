@@ -32,9 +32,12 @@ from simplan.model.implementations.expert_dispatch import (
     with_biases_apart,
     with_fused_experts,
 )
+from simplan.model.implementations.gates import with_fused_gates
 from simplan.model.implementations.litgpt_code import as_litgpt
 from simplan.model.implementations.loss_in_chunks import ChunkedLoss, with_loss_in_chunks
+from simplan.model.implementations.torchtune_code import as_torchtune
 from simplan.model.implementations.transformers_code import as_transformers
+from simplan.model.implementations.unsloth_code import as_unsloth
 from simplan.model.kernel import LOSS, LayerCollective
 from simplan.model.layer import Attention, Gemm, LayerKind, LayerSpec, Operator, Pointwise, Role, Tensor
 from simplan.model.parts.attention import MASK
@@ -44,7 +47,7 @@ from simplan.model.share import biases_after_sums, regathered
 
 Loss = Literal["log_probabilities", "probabilities", "gradients", "logits"]
 SplitBackward = Literal["all", "matmuls"]
-ModelCode = Literal["framework", "transformers", "litgpt"]
+ModelCode = Literal["framework", "transformers", "litgpt", "torchtune", "unsloth"]
 
 COMPILED = "compiled"
 _KEPT_BY_LOSS: dict[Loss, tuple[str, int | None]] = {
@@ -60,7 +63,8 @@ class LayerImplementation(Spec):
 
     Attributes:
         model_code: Source of the model's modules: the framework (for torch, simplan's executor), or Hugging Face
-            transformers (``simplan.model.implementations.transformers_code``), or LitGPT (``litgpt_code``).
+            transformers (``simplan.model.implementations.transformers_code``), or LitGPT, torchtune or Unsloth
+            (``litgpt_code``, ``torchtune_code``, ``unsloth_code``).
         fused_softmax: False if scaling, mask and softmax of unfused attention are single operations, the softmax in
             FP32 as under torch's autocast.
         dropout: Families whose models train with dropout after the embedding, after both branches of a block and, in
@@ -168,10 +172,7 @@ def implemented_layers(
 
 def implemented_layer(layer: LayerSpec, implementation: LayerImplementation, *, dropout: bool) -> LayerSpec:
     """One layer under an implementation; ``dropout`` if the model trains with it."""
-    if implementation.model_code == "transformers":
-        layer = as_transformers(layer)
-    elif implementation.model_code == "litgpt":
-        layer = as_litgpt(layer)
+    layer = _as_in_code(layer, implementation)
     operators, parameters = layer.operators, layer.parameters
     if implementation.regathers_tokens:
         operators, parameters = biases_after_sums(operators, parameters)
@@ -190,7 +191,7 @@ def implemented_layer(layer: LayerSpec, implementation: LayerImplementation, *, 
     operators, skips, attention_words = _with_attention(operators, implementation, dropout=dropout)
     compiled = implementation.compiled and layer.kind is LayerKind.BLOCK
     if implementation.fused_gates or compiled:
-        operators = _with_fused_gates(operators, narrow=implementation.eight_bit_gate_inputs)
+        operators = with_fused_gates(operators, narrow=implementation.eight_bit_gate_inputs)
     if compiled:
         operators = tuple(_summed_again(operator) for operator in operators)
     if dropout:
@@ -221,6 +222,22 @@ def implemented_layer(layer: LayerSpec, implementation: LayerImplementation, *, 
         compiled=compiled,
         full_recompute_pass=to_end,
     )
+
+
+def _as_in_code(layer: LayerSpec, implementation: LayerImplementation) -> LayerSpec:
+    """A layer as in the model's code."""
+    match implementation.model_code:
+        case "transformers":
+            return as_transformers(layer)
+        case "litgpt":
+            return as_litgpt(layer)
+        case "torchtune":
+            chunked = implementation.chunked_loss is not None
+            return as_torchtune(layer, compiled=implementation.compiled, chunked=chunked)
+        case "unsloth":
+            return as_unsloth(layer)
+        case "framework":
+            return layer
 
 
 def _with_attention(
@@ -270,49 +287,6 @@ def _eager(operator: Operator) -> Iterator[Operator]:
         return
     eager = replace(core, eager=True, fused_softmax=False)
     yield from eager_core(eager, operator.reads, operator.makes[0].name, as_transformers=True)
-
-
-def _with_fused_gates(operators: Sequence[Operator], *, narrow: bool) -> tuple[Operator, ...]:
-    """Operators with fused gates; ``narrow`` if these save what they read in FP8."""
-    fused = tuple(_fused_gates(operators))
-    return tuple(_with_narrow_gate_inputs(fused)) if narrow else fused
-
-
-def _fused_gates(operators: Sequence[Operator]) -> Iterator[Operator]:
-    """Operators, with a gate's activation and the multiplication after it as one that saves both inputs."""
-    last: Operator | None = None
-    for operator in operators:
-        if last is not None and last.gates and operator.kernel is None and last.makes[0].name in operator.reads:
-            gate, other = last.reads[0], next(name for name in operator.reads if name != last.makes[0].name)
-            both = (gate, other)
-            yield replace(operator, kernel=last.kernel, reads=both, saves=both, saves_for=((other, gate),))
-            last = None
-            continue
-        if last is not None:
-            yield last
-        last = operator
-    if last is not None:
-        yield last
-
-
-def _with_narrow_gate_inputs(operators: Sequence[Operator]) -> Iterator[Operator]:
-    """Operators, with fused gates that save their inputs in FP8, cast by a kernel of their own."""
-    elements = {tensor.name: tensor.elements for operator in operators for tensor in operator.makes}
-    for operator in operators:
-        both = operator.saves
-        if len(both) != 2 or both != operator.reads or operator.saves_for != (both[::-1],):
-            yield operator
-            continue
-        copies = {name: Tensor(f"{name} in FP8", elements[name], 1) for name in both}
-        total = sum(copy.elements for copy in copies.values())
-        cast = Pointwise("inputs of the gate to FP8", total, total // 2)  # results have half of the width
-        yield Operator(kernel=cast, reads=both, makes=tuple(copies.values()), detached=True, roles=operator.roles)
-        yield replace(
-            operator,
-            reads=(*both, *(copy.name for copy in copies.values())),
-            saves=tuple(copy.name for copy in copies.values()),
-            saves_for=tuple((copies[name].name, needs) for name, needs in operator.saves_for),
-        )
 
 
 def _summed_again(operator: Operator) -> Operator:
@@ -375,7 +349,7 @@ def _with_loss(operators: Sequence[Operator], loss: Loss) -> Iterator[Operator]:
             yield operator
             continue
         (wide,), (kept,) = operator.reads, operator.makes
-        source = narrow[wide] if as_they_are else wide
+        source = narrow.get(wide, wide) if as_they_are else wide
         name, width = _KEPT_BY_LOSS[loss]
         kept = replace(kept, name=kept.name.replace("log-probabilities", name), bytes_per_element=width)
         saves_source = loss == "logits"

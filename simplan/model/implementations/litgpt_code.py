@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from simplan.model.implementations.attention import with_copied_keys
 from simplan.model.kernel import LOSS, Chunks, Gemm, Pointwise
 from simplan.model.layer import Attention, LayerKind, LayerSpec, Operator, Tensor
 from simplan.model.parts.part import FP32_BYTES, cast
@@ -43,24 +44,9 @@ def _operators(operator: Operator) -> Iterator[Operator]:
         case Pointwise(like="rms_norm"):
             yield from _rms_norm(operator, operator.kernel)
         case Attention() as core if core.num_heads > core.num_key_value_heads:
-            yield from _with_repeated_keys(operator, core)
+            yield from with_copied_keys(operator, core)
         case _:
             yield operator
-
-
-def _with_repeated_keys(operator: Operator, core: Attention) -> Iterator[Operator]:
-    """An attention core whose keys and values are copied for every head of queries, and saved so."""
-    elements = core.seq_len * core.num_heads * core.head_dim
-    copies = {name: Tensor(f"{name}, repeated", elements) for name in operator.reads[1:]}
-    for name, copy in copies.items():
-        yield Operator(kernel=Pointwise("repeat_interleave", elements, elements), reads=(name,), makes=(copy,))
-    names = {name: copy.name for name, copy in copies.items()}
-    yield replace(
-        operator,
-        kernel=replace(core, num_key_value_heads=core.num_heads),
-        reads=tuple(names.get(name, name) for name in operator.reads),
-        saves=tuple(names.get(name, name) for name in operator.saves),
-    )
 
 
 def _rms_norm(operator: Operator, kernel: Pointwise) -> Iterator[Operator]:

@@ -2,7 +2,8 @@
 
 The backward of a chunk follows its loss, so that forward computes the gradients of hidden states and of the weight,
 which backward hands on (torchtitan's ChunkedLossWrapper, Liger's fused linear cross-entropy). Or backward recomputes
-the logits of each chunk (TRL's chunked_nll).
+the logits of each chunk (TRL's chunked_nll). Or autograd keeps for all chunks what their losses save, and backward goes
+from chunk to chunk (torchtune's LinearCrossEntropyLoss).
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ class ChunkedLoss(Spec):
         sequences: Whole sequences per chunk; None for one of the others. Without any of the three, a chunk has about
             tokens x hidden size / vocabulary tokens, rounded up to a power of two.
         equal: The number of tokens has to be a multiple of the number of chunks.
+        chunk_bytes: Bytes of FP32 logits per chunk, at most; more than one chunk are a multiple of four (Unsloth). None
+            for one of the others.
         recomputed: Backward recomputes the logits of each chunk; else forward computes all gradients.
+        kept: Autograd keeps what the losses of all chunks save, and backward computes gradients chunk by chunk.
         fused: One kernel computes a chunk's loss, and replaces its logits by their gradients.
         in_place: Gradients of the weight are added to the parameter's gradient in forward; else backward returns them.
         wide_gradients: Gradients of hidden states are collected in FP32 and then cast.
@@ -40,8 +44,10 @@ class ChunkedLoss(Spec):
     num_chunks: Count | None = None
     chunk_tokens: Count | None = None
     sequences: Count | None = None
+    chunk_bytes: Count | None = None
     equal: bool = False
     recomputed: bool = False
+    kept: bool = False
     fused: bool = False
     in_place: bool = False
     wide_gradients: bool = False
@@ -49,7 +55,7 @@ class ChunkedLoss(Spec):
 
     @model_validator(mode="after")
     def _one_rule(self) -> Self:
-        given = [name for name in ("num_chunks", "chunk_tokens", "sequences") if getattr(self, name)]
+        given = [name for name in ("num_chunks", "chunk_tokens", "sequences", "chunk_bytes") if getattr(self, name)]
         if len(given) > 1:
             raise ValueError(f"has {' and '.join(given)}; keep one of them")
         return self
@@ -57,16 +63,18 @@ class ChunkedLoss(Spec):
     def chunks_of(self, head: Gemm) -> Chunks:
         """Returns the chunks of an output projection."""
         shrink = -(-head.n // head.k)
-        kinds = {"in_forward": not self.recomputed, "in_place": self.in_place, "fused": self.fused}
+        kinds = {"in_forward": not (self.recomputed or self.kept), "in_place": self.in_place, "fused": self.fused}
         size = self.chunk_tokens if self.sequences is None else self.sequences * head.m
-        return Chunks(head.m, self.num_chunks, size, shrink, **kinds)
+        most = None if self.chunk_bytes is None else self.chunk_bytes // (FP32_BYTES * head.n)
+        return Chunks(head.m, self.num_chunks, size, shrink, fours_of=most, **kinds)
 
     @property
     def words(self) -> str:
         """The chunks as text: ``8 chunks, recomputed``."""
         size = f"chunks of {self.chunk_tokens} tokens" if self.chunk_tokens else "chunks"
         size = f"chunks of {self.sequences} sequences" if self.sequences else size
-        kinds = {"recomputed": self.recomputed, "fused": self.fused, "in place": self.in_place}
+        size = f"chunks of {self.chunk_bytes} bytes" if self.chunk_bytes else size
+        kinds = {"recomputed": self.recomputed, "kept": self.kept, "fused": self.fused, "in place": self.in_place}
         kinds["FP32 gradients"] = self.wide_gradients
         number = f"{self.num_chunks} {size}" if self.num_chunks else size
         return ", ".join([number, *(word for word, is_so in kinds.items() if is_so)])
@@ -85,6 +93,9 @@ def with_loss_in_chunks(operators: Sequence[Operator], chunked: ChunkedLoss) -> 
     if chunked.fused:  # the kernel reads the logits as they are
         parts = [part for part in parts if not part.is_cast]
     yield from operators[:first]
+    if chunked.kept:
+        yield from _kept(operators[first:], head, chunks)
+        return
     if chunked.recomputed:
         total = Tensor(
             "gradient of the weight by earlier chunks", head.weight_elements, None, True, per_microbatch=True
@@ -112,6 +123,43 @@ def _of_chunk(operator: Operator, chunks: Chunks) -> Operator:
         forward_scratch=parts(operator.forward_scratch),
         backward_scratch=parts(operator.backward_scratch),
     )
+
+
+def _kept(operators: Sequence[Operator], head: Gemm, chunks: Chunks) -> Iterator[Operator]:
+    """Operators whose saved tensors stay whole, and whose other tensors and gradients are of one chunk.
+
+    Autograd pads the gradient of each chunk of hidden states, and adds it to those of later chunks, as it does with
+    gradients of the weight. The losses of other chunks are saved until then.
+    """
+    saved = {name for operator in operators for name in operator.saves}
+    logits = operators[0].makes[0]
+    kept = [tensor for operator in operators for tensor in operator.makes if tensor.name in saved and tensor.logits]
+    for operator in operators:
+        part = _of_chunk(operator, chunks)
+        makes = tuple(
+            replace(tensor, gradient_chunks=chunks) if tensor.name in saved else one
+            for tensor, one in zip(operator.makes, part.makes, strict=True)
+        )
+        scratch: tuple[Tensor, ...] = ()
+        if operator is operators[0]:
+            scratch = (Tensor("gradients of hidden states by a chunk", head.m * head.k),)
+            if chunks.number is not None:
+                others = chunks.number - 1 - head.trained  # after the first one, or the second with its second gradient
+                scratch += tuple(replace(tensor, elements=tensor.elements * others // chunks.number) for tensor in kept)
+            if head.trained:
+                scratch += (
+                    Tensor("gradient of the weight by later chunks", head.weight_elements, per_microbatch=True),
+                )
+        held: tuple[Tensor, ...] = ()
+        if operator.kernel is not None and operator.kernel.name == LOSS:  # by the loop and by the function of a chunk
+            held += () if head.trained else (Tensor("hidden states of all chunks", head.m * head.k),)
+            held += () if logits.name in saved else (replace(logits, logits=False, chunks=chunks),)
+        yield replace(
+            part,
+            makes=makes,
+            forward_scratch=(*part.forward_scratch, *held),
+            backward_scratch=(*part.backward_scratch, *scratch),
+        )
 
 
 def _in_forward(parts: Sequence[Operator], head: Gemm, chunks: Chunks, chunked: ChunkedLoss) -> Iterator[Operator]:

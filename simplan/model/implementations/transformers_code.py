@@ -48,15 +48,18 @@ def _operators(operator: Operator) -> Iterator[Operator]:
     """Single operations of an operator."""
     match operator.kernel:
         case Pointwise(like="rms_norm"):
-            yield from _rms_norm(operator, operator.kernel)
+            yield from rms_norm(operator, operator.kernel)
         case Pointwise(name="gelu"):
             yield from _gelu_new(operator, operator.kernel)
         case _:
             yield operator
 
 
-def _rms_norm(operator: Operator, kernel: Pointwise) -> Iterator[Operator]:
-    """x32 = x in FP32; r = rsqrt(mean(x32^2) + eps); y = x32 r in the precision of x; y times the weight."""
+def rms_norm(operator: Operator, kernel: Pointwise) -> Iterator[Operator]:
+    """Single operations of an RMSNorm.
+
+    x32 = x in FP32; r = rsqrt(mean(x32^2) + eps); y = x32 r in the precision of x; y times the weight.
+    """
     (source,), (result, statistics), size = operator.reads, operator.makes, kernel.writes
     name = kernel.name
     wide = Tensor(f"{name} input in FP32", size, FP32_BYTES)

@@ -324,6 +324,11 @@ class _Backward:
         num_bytes = self._tensors.gradient_bytes_of(root)
         if operator.passes and incoming and incoming[0].num_bytes == num_bytes:
             return incoming[0]
+        for name, saved in operator.gradients_into:
+            if self._tensors.gradient_roots[name] == root:
+                memory = self._memory.get(_gradient(root)) or self._memory.get(self._tensors.roots.get(saved, ""))
+                if memory is not None and memory.num_bytes == num_bytes:
+                    return memory
         kernel = operator.kernel  # torch's linear is a matmul of a view of its input; experts and convolutions are not
         of_view = isinstance(kernel, Gemm) and kernel.num_groups == 1 and not kernel.image_elements
         is_view = of_view and operator.reads[0] not in self._gathered
@@ -353,6 +358,8 @@ class _Backward:
         earlier = memory.get(name)
         if earlier is None:
             memory.attach(name, gradient)
+        elif earlier is gradient:
+            return
         elif earlier.holders > 1 or (earlier.is_view and gradient.is_view):
             total = Storage(earlier.num_bytes, logits=earlier.logits)
             yield memory.point(scratch=(gradient.num_bytes if not gradient.holders else 0) + total.num_bytes)

@@ -15,6 +15,7 @@ from simplan.program.lowering.stage import Stages
 from simplan.program.lowering.units import shard_elements
 from simplan.program.memory.footprint import brought_parameters
 from simplan.program.program import Communication, LayerWork, Phase, TensorUpdates
+from simplan.software.software import StateBytes
 
 
 class LayerStates(NamedTuple):
@@ -38,7 +39,11 @@ class LayerStates(NamedTuple):
 
 
 def layer_states(
-    parameters: Iterable[ParameterSpec], num_shards: int, expert_shards: int, shard: int = 0
+    parameters: Iterable[ParameterSpec],
+    num_shards: int,
+    expert_shards: int,
+    shard: int = 0,
+    state: StateBytes | None = None,
 ) -> LayerStates:
     """Computes the elements that a rank holds of a layer.
 
@@ -46,12 +51,15 @@ def layer_states(
         num_shards: Ranks over which each parameter is sharded; 1 for no sharding.
         expert_shards: Ranks over which expert-parallel parameters are sharded; 1 for no sharding.
         shard: Index of the shard; shard 0 has the padded size.
+        state: Bytes per element; None where no copy of a frozen weight is trained.
     """
     found = [0, 0, 0, 0]
     packed = packed_bytes = 0
     for parameter in parameters:
         over, index = (expert_shards, 0) if parameter.expert else (num_shards, shard)
         number = shard_elements(parameter.shape, over, index)
+        if state is not None:
+            number = state.elements_of(parameter, number)
         for place, counts in enumerate((True, not parameter.frozen, parameter.expert, parameter.partial_gradient)):
             found[place] += number * counts
         if parameter.stored is not None:
@@ -107,7 +115,9 @@ class RankStates:
         brought = self.stages.brought[stage]
         shard = self._shard if exact and self._shards[0] > 1 else 0
         alike = {id(parameters): parameters for parameters in brought}
-        found = {key: layer_states(parameters, *self._shards, shard) for key, parameters in alike.items()}
+        found = {
+            key: layer_states(parameters, *self._shards, shard, self.stages.state) for key, parameters in alike.items()
+        }
         return [found[id(parameters)] for parameters in brought]
 
     def _updates(self, stage: int) -> list[int]:
@@ -228,6 +238,8 @@ class RankStates:
     def _stored_of(self, stage: int) -> list[tuple[StoredTensor, ...]]:
         if self._is_flat:
             return [(StoredTensor((number,)),) if number else () for number in self._updated[stage]]
+        if self.stages.software.flat_shards and self.stages.plan.shards_parameters:  # a tensor per unit
+            return [(StoredTensor((each.trained,)),) if each.trained else () for each in self._held[stage]]
         owned = self._owned_tensors if self._deals else None
         shards, over_experts = self._shards
         found = []

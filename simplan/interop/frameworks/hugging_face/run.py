@@ -57,6 +57,7 @@ from simplan.interop.nccl import read_nccl_algo
 from simplan.io import folder_of, is_file, read_json
 from simplan.model.captured.facts import CapturedModel
 from simplan.model.model import ModelSpec
+from simplan.optimizers import OPTIMIZERS
 from simplan.rules.model import has_transformers_code
 
 _TRAINER = "the default of transformers' TrainingArguments"
@@ -128,8 +129,6 @@ class TrainerRun:
         """
         read_devices(self)
         read_plugins(self)
-        if self.is_unsloth:
-            read_unsloth(self)
         strategy = self._strategy()
         self._read_precision(strategy)
         self._read_batch()
@@ -137,6 +136,7 @@ class TrainerRun:
         self._read_recomputation(strategy)
         self._read_model()
         self._read_adapters()
+        self._read_gradients_of_inputs(strategy)
         offloads = False
         if strategy == "deepspeed":
             offloads = read_zero(self)
@@ -155,11 +155,9 @@ class TrainerRun:
                 fix="give the launch script with that file, or add --set plan.zero_stage=3 (FSDP), or 0 (DDP)",
             )
         read_parallelism(self)
-        if offloads and self._adapter_rank() is not None:  # frozen weights stay on the device, unlike FSDP's
-            self.trainer.refuse(
-                "deepspeed", "is offloading with adapters under DeepSpeed, which is not modeled yet", "use FSDP"
-            )
         self._choose_software(strategy, offloads=offloads)
+        if self.is_unsloth:
+            read_unsloth(self)
         read_nccl_algo(self.reading)
         note_allocator(self.reading, grown=True)
         self._read_rest(strategy)
@@ -206,6 +204,13 @@ class TrainerRun:
     def is_unsloth(self) -> bool:
         """True for Python code with Unsloth."""
         return self.tool == UNSLOTH
+
+    @property
+    def runs_unsloth(self) -> bool:
+        """True for adapters on a model for which Unsloth has kernels that are modeled, once both are read."""
+        base = self.reading.written("training.base_weights") or {}
+        is_known = self._model is not None and self._model.family == "llama" and base.get("format") != "int8"
+        return self.is_unsloth and is_known and self.adapts and self.preference is None and self._precision != "fp8"
 
     @property
     def is_oft(self) -> bool:
@@ -504,6 +509,22 @@ class TrainerRun:
         if fsdp.is_true("activation_checkpointing_offload"):
             fsdp.not_modeled("activation_checkpointing_offload", "the inputs of blocks move to host memory")
 
+    def _read_gradients_of_inputs(self, strategy: str) -> None:
+        """Gradients of what frozen embeddings make, which transformers asks for where it recomputes blocks itself.
+
+        Source: transformers 5.23, modeling_utils.py, ``gradient_checkpointing_enable`` (models of text); PEFT 0.21,
+        peft_model.py, ``_prepare_model_for_gradient_checkpointing``; LLaMA-Factory at ff6d4d1, model_utils/
+        checkpointing.py, ``get_custom_gradient_checkpointing_func``.
+        """
+        key = self.trainer.first("gradient_checkpointing", "activation_offloading") or "gradient_checkpointing"
+        fsdp = fsdp_keys(self) if strategy == "fsdp" else Keys(self.reading)
+        of_fsdp = any(keys.is_true("activation_checkpointing") for keys in (self.trainer, fsdp))
+        recomputes = self.reading.written("plan.recompute") == "full" and not of_fsdp
+        hooks = self.captured is not None and bool(self.captured.input_embeddings) and not self.is_factory
+        if self.adapts and recomputes and (self.captured is None or hooks):
+            where = self.trainer.full(key) if key in self.trainer else "the default, recomputation"
+            self.reading.put("model.input_require_grads", True, where)
+
     def _read_offloaded_activations(self) -> None:
         """Activations on the host, by TRL's offloader: axolotl, loaders/model.py, ``_apply_activation_checkpointing``.
 
@@ -638,8 +659,10 @@ class TrainerRun:
         moves = bool(self.reading.written("plan.offload_activations"))
         targets = self.reading.written("model.lora_targets") or ()
         routed = not {*table("routed")}.isdisjoint(name.rpartition(".")[2] for name in targets)
-        if self.is_unsloth:
-            name, where = "torch", "Unsloth's kernels are not modeled, and torch's norms are fused as well"
+        if self.runs_unsloth:
+            name, where = "unsloth", "Unsloth's kernels"
+        elif self.is_unsloth:
+            name, where = "torch", "Unsloth's code of this job is not modeled, and torch's norms are fused as well"
             self.reading.put("software.loading", "device_map", "Unsloth loads onto the device")
         elif self._precision == "fp8":
             name, where = "torch", "the code of transformers in FP8 is not modeled"
@@ -661,6 +684,11 @@ class TrainerRun:
         if compiles is not None:
             self.reading.not_modeled(compiles, "compiled blocks are faster and save fewer tensors")
         self.reading.put("software.preset", name, where)
+        optimizer = self.reading.written("training.optimizer")
+        of_bnb = optimizer is not None and OPTIMIZERS[optimizer].package == "bitsandbytes"
+        stands_in = strategy == "deepspeed" and name != "deepspeed"
+        if stands_in and of_bnb and (self.reading.written("plan.zero_stage") or 0) > 1:
+            self.reading.put("software.flat_shards", True, "ZeRO's flat shards")
         self._read_loss()
 
     def _has_transformers_code(self) -> bool:
@@ -677,7 +705,8 @@ class TrainerRun:
             read_preference_loss(self, self.preference[0])
             return
         if self.is_unsloth:
-            self.reading.put("software.loss", "chunked", "Unsloth's fused cross-entropy")
+            if not self.runs_unsloth:
+                self.reading.put("software.loss", "chunked", "Unsloth's fused cross-entropy")
             return
         for key in (key for key in _LIGER if trainer.is_true(key)):
             chosen = {name: trainer.value(f"liger_kernel_config.{name}") for name in _OTHER_LIGER_KERNELS}
