@@ -239,6 +239,7 @@ class SoftwareSpec(Spec):
         quantizes_head: The output head is stored in few bits as well.
         holds_graph: The training loop holds the last loss, and so its graph, until the next one is there.
         casts_unpacked: Weights are quantized from another type of 16 bits, in which bitsandbytes unpacks them.
+        caches_casts: Autocast holds copies of trained weights until the forward of the model ends, recomputed or not.
         peft_adapters: Adapters are PEFT's, which copy the result of a 4-bit layer before they add to it.
         layers: Implementation of the layers.
         rates: Efficiency of kernels under the framework.
@@ -328,6 +329,7 @@ class SoftwareSpec(Spec):
     quantizes_head: bool = False
     holds_graph: bool = False
     casts_unpacked: bool = False
+    caches_casts: bool = False
     peft_adapters: bool = False
     autocast: bool = Field(
         True,

@@ -36,7 +36,7 @@ def as_transformers(layer: LayerSpec) -> LayerSpec:
         is_gpt = any(parameter.name == "qkv.weight" for parameter in parameters)
         if any(parameter.name == "router.weight" for parameter in parameters):
             operators, parameters = _grouped_experts(operators, parameters)
-        operators = tuple(_holding_inputs(_cast_apart(_norms_of_heads_first(operators))))
+        operators = tuple(_holding_inputs(_cast_apart(_activated_first(_norms_of_heads_first(operators)))))
         parameters = _conv1d(parameters) if is_gpt else _attention_mlp_norms(parameters)
     # rotary tables have the width of hidden states
     tables = tuple(replace(table, bytes_per_element=None, residual=True) for table in layer.constants)
@@ -252,6 +252,19 @@ def _norms_of_heads_first(operators: Sequence[Operator]) -> Iterator[Operator]:
         yield operator
         for tensor in operator.makes:  # with an adapter, the sum of its product and that of the matrix
             yield from by_source.get(tensor.name, ())
+
+
+def _activated_first(operators: Iterable[Operator]) -> Iterator[Operator]:
+    """The activation of a gate before the matmul that it multiplies: ``act_fn(gate_proj(x)) * up_proj(x)``."""
+    every = tuple(operators)
+    gates = {operator.reads[0]: operator for operator in every if operator.gates}
+    for operator in every:
+        if operator.gates and operator.reads[0] not in gates:
+            continue
+        yield operator
+        for tensor in operator.makes:
+            if tensor.name in gates:
+                yield gates.pop(tensor.name)
 
 
 def _holding_inputs(operators: Iterable[Operator]) -> Iterator[Operator]:
