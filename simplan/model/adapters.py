@@ -440,6 +440,7 @@ def _with_magnitude(operator: Operator, kernel: Gemm, rank: int, *, propagates: 
         forward_scratch=(copied,),
         roles=roles,
     )
+    yield Operator(reads=(adapted.name,), detached=True, roles=roles)  # a name in PEFT's function
     reads = product.name, change_of_result.name
     yield Operator(
         kernel=step("dora_sum", *reads),

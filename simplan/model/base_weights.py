@@ -136,6 +136,10 @@ class FrozenBase:
             its weight, adapters in FP32.
         peft: Adapters are PEFT's, which copy the result of a 4-bit layer before they add to it.
         head: The matrix of the head is stored as those of blocks are.
+        widens: PEFT casts the input of an adapter to the precision in which adapters are stored, before autocast narrows
+            it: each adapter saves a copy of its own, and the wide one is there until its result is added.
+        leaves_casts: Adapters of layers stored in few bits leave casts to autocast (lora/bnb.py and awq.py,
+            ``requires_conversion``, in contrast to lora/layer.py and gptq.py).
         holds_graph: The loop holds the graph of a microbatch until the next one's loss is there, and with it the inputs
             that 4-bit layers keep.
     """
@@ -150,6 +154,8 @@ class FrozenBase:
     experts: WeightFormat | None = None
     head: bool = False
     holds_graph: bool = False
+    widens: bool = False
+    leaves_casts: bool = False
 
     @property
     def key(self) -> str:
@@ -157,6 +163,7 @@ class FrozenBase:
         stored = "" if self.weights is None else f",{self.weights.name}" + ",experts" * (self.experts is not None)
         widths = self.activation_bytes, self.compute_bytes, self.adapter_bytes, self.attention_bytes
         flags = ",peft" * self.peft + ",head" * self.head + ",graph" * self.holds_graph
+        flags += ",wide" * self.widens + ",left" * self.leaves_casts
         return f"{stored}{flags},{':'.join(map(str, widths))}{',autocast' * self.autocast}"
 
     @property
@@ -225,6 +232,94 @@ _WIDE = frozenset({Role.GATING, Role.EXPERTS, Role.ADAPTER, Role.UNQUANTIZED})
 
 
 def _operators(layer: LayerSpec, base: FrozenBase, stored: Mapping[str, WeightFormat]) -> Iterator[Operator]:
+    operators = _in_formats(layer, base, stored)
+    if not base.peft:
+        yield from operators
+        return
+    drops = {kernel.name.removesuffix(_DROPOUT) for kernel in layer.kernels if kernel.name.endswith(_DROPOUT)}
+    sources: dict[str, tuple[str, ...]] = {}
+    for operator in operators:
+        name = _adapted_by(operator)
+        leaves = base.leaves_casts and f"{name}.weight" in stored
+        widens = base.widens and not leaves
+        yield from _as_peft(operator, name, base, sources, leaves=leaves, widens=widens, drops=name in drops)
+
+
+def _adapted_by(operator: Operator) -> str:
+    """Name of the matmul to whose adapter an operator belongs; empty for none."""
+    of = operator.reads[0] if operator.in_place and operator.reads else operator.kernel and operator.kernel.name
+    ends = (f"{_B} output", _SUM, _A, _DROPOUT)
+    return next((of.removesuffix(end) for end in ends if of.endswith(end)), "") if of else ""
+
+
+def _as_peft(
+    operator: Operator,
+    name: str,
+    base: FrozenBase,
+    sources: dict[str, tuple[str, ...]],
+    *,
+    leaves: bool,
+    widens: bool,
+    drops: bool,
+) -> Iterator[Operator]:
+    """Operators of an adapter as in PEFT, which scales the adapter's result apart, and holds inputs of modules.
+
+    Args:
+        sources: Adapter -> tensors that its module holds until it returns.
+        leaves, widens: ``FrozenBase.leaves_casts`` and ``widens`` for this matmul.
+        drops: The adapter's input passes through dropout.
+    """
+    kernel = operator.kernel
+    if not name:
+        yield operator
+    elif isinstance(kernel, Pointwise) and kernel.name.endswith(_DROPOUT):
+        source, wide = operator.reads[0], Tensor(f"{name}{_A} input in FP32", kernel.reads, FP32_BYTES)
+        sources[name] = (source, *[wide.name] * widens)
+        if not widens:
+            yield operator
+            return
+        yield cast(source, wide)
+        dropped, mask = operator.makes
+        yield replace(operator, reads=(wide.name,), makes=(replace(dropped, bytes_per_element=FP32_BYTES), mask))
+    elif isinstance(kernel, Gemm):
+        source, wide = operator.reads[0], Tensor(f"{name}{_A} input in FP32", kernel.input_elements, FP32_BYTES)
+        sources.setdefault(name, (source, *[wide.name] * widens))
+        if not widens:
+            yield operator
+            return
+        narrow = Tensor(f"{name}{_A} input", kernel.input_elements)
+        if not drops:
+            yield cast(source, wide)
+        yield cast(source if drops else wide.name, narrow)
+        yield replace(operator, reads=(narrow.name, *operator.reads[1:]), saves=(narrow.name,))
+    elif operator.in_place:
+        yield from _scaled(operator, base, leaves=leaves)
+    else:
+        yield from _summed(operator, name, base, leaves=leaves)
+        yield Operator(reads=(*sources.get(name, ()), operator.reads[0]), detached=True, roles=operator.roles)
+
+
+def _scaled(operator: Operator, base: FrozenBase, *, leaves: bool) -> Iterator[Operator]:
+    """The adapter's result times its scale, in the precision of adapters unless the layer casts it back."""
+    (scaled,), back = operator.makes, leaves and not base.autocast and base.adapter_bytes != base.activation_bytes
+    made = replace(scaled, name=f"{scaled.name} apart" if back else scaled.name, bytes_per_element=base.adapter_bytes)
+    yield replace(operator, makes=(made,), in_place=False)
+    if back:
+        yield cast(made.name, scaled)
+
+
+def _summed(operator: Operator, name: str, base: FrozenBase, *, leaves: bool) -> Iterator[Operator]:
+    """The sum of both results, which has the wider precision of the two and is cast to that of the matmul."""
+    (result,) = operator.makes
+    if leaves or base.adapter_bytes <= base.activation_bytes:
+        yield operator
+        return
+    total = replace(result, name=f"{name} sum", bytes_per_element=base.adapter_bytes)
+    yield replace(operator, makes=(total,))
+    yield cast(total.name, result)
+
+
+def _in_formats(layer: LayerSpec, base: FrozenBase, stored: Mapping[str, WeightFormat]) -> Iterator[Operator]:
     names = {kernel.name for kernel in layer.kernels if isinstance(kernel, Gemm)}
     magnitudes, inputs = {parameter.name for parameter in layer.parameters}, set[str]()
     for each in layer.operators:
@@ -243,7 +338,7 @@ def _operators(layer: LayerSpec, base: FrozenBase, stored: Mapping[str, WeightFo
             width = base.adapter_bytes if is_adapter else base.activation_bytes
             whole = not base.autocast and width == FP32_BYTES
             wide = replace(operator, kernel=replace(kernel, full_precision=whole))
-            if f"{kernel.name.removesuffix(_B)}.magnitude" in magnitudes and kernel.name.endswith(_B):
+            if kernel.name.endswith(_B) and (base.peft or f"{kernel.name.removesuffix(_B)}.magnitude" in magnitudes):
                 yield replace(wide, makes=(replace(wide.makes[0], bytes_per_element=width),))  # read as it is
                 continue
             yield from _in_width(wide, width, base) if is_adapter else (wide,)
@@ -253,7 +348,7 @@ def _operators(layer: LayerSpec, base: FrozenBase, stored: Mapping[str, WeightFo
             yield operator
 
 
-_A, _B = ".lora_a", ".lora_b"
+_A, _B, _SUM, _DROPOUT = ".lora_a", ".lora_b", ".lora_sum", ".lora_dropout"
 
 
 def _with_unpacked_norms(operator: Operator, stored: Container[str]) -> Operator:

@@ -249,6 +249,7 @@ class SoftwareSpec(Spec):
         holds_graph: The training loop holds the last loss, and so its graph, until the next one is there.
         casts_unpacked: Weights are quantized from another type of 16 bits, in which bitsandbytes unpacks them.
         unpacks_into_buffer: Forward unpacks weights of few bits into one buffer, which stays.
+        caches_casts: Autocast holds copies of trained weights until the forward of the model ends, recomputed or not.
         peft_adapters: Adapters are PEFT's, which copy the result of a 4-bit layer before they add to it.
         layers: Implementation of the layers.
         rates: Efficiency of kernels under the framework.
@@ -341,6 +342,7 @@ class SoftwareSpec(Spec):
     holds_graph: bool = False
     casts_unpacked: bool = False
     unpacks_into_buffer: bool = False
+    caches_casts: bool = False
     peft_adapters: bool = False
     autocast: bool = Field(
         True,
@@ -619,7 +621,7 @@ class SoftwareSpec(Spec):
             training: Training run, which says the form of frozen weights; None for weights of the usual width.
         """
         base = None
-        if training is not None and (training.base_weights is not None or not self.autocast):
+        if training is not None and self._has_frozen_base(training):
             base = self.state(training, plan).base
         layers = _implemented_layers(self.padded(model, plan), plan.shard, self._implementation, base)
         simulates = training is not None and training.fake_quantization is not None
@@ -699,7 +701,7 @@ class SoftwareSpec(Spec):
         if self.holds_whole_weights(plan):
             whole = self.lora_state_bytes if self.of_adapters(training) else self.state_bytes
             state = state.model_copy(update={"flattened": whole[wide].flattened})  # type: ignore[index]
-        if training.base_weights is not None or not self.autocast:
+        if self._has_frozen_base(training):
             state = self._with_frozen_base(state, training, plan)
         if (fake := training.fake_quantization) is not None:
             width = int(state.gathered if plan.shards_parameters else state.parameter)
@@ -720,6 +722,10 @@ class SoftwareSpec(Spec):
         )
         return state.model_copy(update={"linear": form})
 
+    def _has_frozen_base(self, training: TrainingSpec) -> bool:
+        """True if frozen weights, or adapters, are not as ``StateBytes`` says."""
+        return training.base_weights is not None or not self.autocast or (self.peft_adapters and self.of_adapters(training))
+
     def _with_frozen_base(self, state: StateBytes, training: TrainingSpec, plan: ParallelPlan) -> StateBytes:
         """Widths with frozen weights in few bits, or without autocast."""
         base, narrow = training.base_weights, state.activation
@@ -736,7 +742,11 @@ class SoftwareSpec(Spec):
             weights = replace(weights, name=f"{weights.name}-cast", casts_unpacked=True)
         if weights is not None and self.unpacks_into_buffer:
             weights = replace(weights, name=f"{weights.name}-buffer", has_buffer=True)
+        peft = self.peft_adapters and self.of_adapters(training)
+        adapters = state.gathered if plan.shards_parameters else state.parameter
         found = FrozenBase(
+            widens=peft and self.autocast and adapters > wide,
+            leaves_casts=base is not None and (base.is_of_bitsandbytes or base.format == "awq_int4"),
             weights=weights,
             head=self.quantizes_head,
             holds_graph=self.holds_graph,

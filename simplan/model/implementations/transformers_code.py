@@ -36,7 +36,7 @@ def as_transformers(layer: LayerSpec) -> LayerSpec:
         is_gpt = any(parameter.name == "qkv.weight" for parameter in parameters)
         if any(parameter.name == "router.weight" for parameter in parameters):
             operators, parameters = _grouped_experts(operators, parameters)
-        operators = tuple(_cast_apart(_norms_of_heads_first(operators)))
+        operators = tuple(_holding_inputs(_cast_apart(_activated_first(_norms_of_heads_first(operators)))))
         parameters = _conv1d(parameters) if is_gpt else _attention_mlp_norms(parameters)
     # rotary tables have the width of hidden states
     tables = tuple(replace(table, bytes_per_element=None, residual=True) for table in layer.constants)
@@ -257,6 +257,32 @@ def _norms_of_heads_first(operators: Sequence[Operator]) -> Iterator[Operator]:
             yield from by_source.get(tensor.name, ())
 
 
+def _activated_first(operators: Iterable[Operator]) -> Iterator[Operator]:
+    """The activation of a gate before the matmul that it multiplies: ``act_fn(gate_proj(x)) * up_proj(x)``."""
+    every = tuple(operators)
+    gates = {operator.reads[0]: operator for operator in every if operator.gates}
+    for operator in every:
+        if operator.gates and operator.reads[0] not in gates:
+            continue
+        yield operator
+        for tensor in operator.makes:
+            if tensor.name in gates:
+                yield gates.pop(tensor.name)
+
+
+def _holding_inputs(operators: Iterable[Operator]) -> Iterator[Operator]:
+    """Operators, with results of norms and the residual stream there until the module that reads the former returns.
+
+    A caller holds arguments, and the code of a block the residual stream.
+    """
+    held: tuple[str, ...] = ()
+    for operator in operators:
+        if held and Role.RESIDUAL in operator.roles:
+            yield Operator(reads=(*held, operator.reads[0]), detached=True)
+        yield operator
+        held = next(((t.name,) for t in operator.makes if t.name in ("norm1 output", "norm2 output")), held)
+
+
 def _cast_apart(operators: Iterable[Operator]) -> Iterator[Operator]:
     """Operators with a separate cast for each matrix of a shared input."""
     casts: dict[str, Operator] = {}
@@ -271,7 +297,8 @@ def _cast_apart(operators: Iterable[Operator]) -> Iterator[Operator]:
         if source in used:
             copy = replace(casts[source].makes[0], name=f"{source} for {operator.kernel.name}")
             yield cast(casts[source].reads[0], copy)
-            operator = replace(operator, reads=(copy.name,), saves=(copy.name,))
+            saves = tuple(copy.name if name == source else name for name in operator.saves)  # none of a frozen matrix
+            operator = replace(operator, reads=(copy.name, *operator.reads[1:]), saves=saves)
         used.add(source)
         yield operator
 

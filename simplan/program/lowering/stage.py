@@ -18,6 +18,7 @@ from simplan.plan.plan import RankMapping, Recompute, StageAssignment
 from simplan.program.action import Table
 from simplan.program.lowering.units import Unit, fsdp_units
 from simplan.program.memory.footprint import (
+    cached_copies,
     LayerFootprint,
     brought_parameters,
     layer_footprint,
@@ -313,6 +314,8 @@ class Stages:
             footprint = passing_footprint(layer, b, state)
             return LayerFacts(kept, footprint, partial(split_footprint, layer, b, state, footprint))
         footprint = layer_footprint(layer, b, state, kept)._replace(left=left, left_logits=self._left_logits(layer))
+        if self.software.caches_casts:
+            footprint = footprint._replace(cached=cached_copies(layer, b, state, kept))
         if ends[0]:  # the input is a receive buffer, which is counted there
             footprint = footprint._replace(activations=footprint.activations - footprint.input_bytes)
         if self.software.layers.split_backward == "matmuls":

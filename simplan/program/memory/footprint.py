@@ -29,6 +29,7 @@ class LayerFootprint(NamedTuple):
         left: Gradient of a tied weight that backward leaves for the other layer; negative for the layer that consumes
             it.
         left_logits: Likewise logits that the training loop holds until backward reaches the embedding.
+        cached: Copies of weights that autocast caches until forward ends, although recomputation drops them.
     """
 
     activations: int
@@ -39,6 +40,18 @@ class LayerFootprint(NamedTuple):
     output_bytes: int
     left: int = 0
     left_logits: int = 0
+    cached: int = 0
+
+
+def cached_copies(layer: LayerSpec, microbatch_size: int, state: StateBytes, recomputation: Recomputation) -> int:
+    """Bytes of copies of a layer's trained weights that autocast's cache holds and backward does not.
+
+    The cache has copies of FP32 leaves with gradients (torch 2.13, aten/src/ATen/autocast_mode.cpp, ``cached_cast``).
+    """
+    tensors = LayerTensors(layer, microbatch_size, state, recomputation)
+    trained = {kernel.name for kernel in layer.kernels if isinstance(kernel, Gemm) and kernel.trained}
+    copies = () if tensors.saves_copies or not state.weight_copy else tensors.weight_copies.items()
+    return sum(size for name, size in copies if name in trained)
 
 
 def layer_footprint(
@@ -149,13 +162,15 @@ def layers_effects(footprints: Sequence[LayerFootprint], *, forward: bool) -> tu
         forward: True if each layer adds its saved bytes before its workspace; in backward it frees them after.
     """
     sign = 1 if forward else -1
-    activations = logits = gradients = 0
+    activations = logits = gradients = cached = 0
     worst = WorstPoint()
     for footprint in footprints:
         before = (activations, logits)
         activations += sign * footprint.activations
         logits += sign * footprint.logits
-        for point in footprint.forward if forward else footprint.backward:
+        cached += footprint.cached if forward else 0
+        for each in footprint.forward if forward else footprint.backward:
+            point = each._replace(workspace=each.workspace + cached) if cached else each
             worst.see(point, *((activations, logits) if forward else before), gradients)
         gradients += 0 if forward else footprint.left
         logits += 0 if forward else footprint.left_logits

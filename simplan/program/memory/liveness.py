@@ -273,10 +273,16 @@ class _Backward:
             if name in tensors.weight_copies and name not in resting:  # also of matmuls whose results were saved
                 self._memory.hold(_copy(name), tensors.weight_copies[name])
         stays = saved | (self._memory.names() - passing)
+        held = self._held_beyond(order[-1]) - stays
         last_use = {name: self._last_use(name) for name in passing}
-        yield from _run(tensors, self._memory, order, stays, copies=False, last_use=last_use)
-        for name in passing:
+        yield from _run(tensors, self._memory, order, stays | held, copies=False, last_use=last_use)
+        for name in passing | held:
             self._memory.free(name)
+
+    def _held_beyond(self, last: int) -> set[str]:
+        """Returns roots of tensors that modules hold while a recomputation ends within them."""
+        holders = (operator for operator in self._layer.operators[last + 1 :] if operator.detached)
+        return {self._tensors.roots[name] for operator in holders if not operator.makes for name in operator.reads}
 
     def _last_use(self, root: str) -> int:
         """Returns the last operator, recomputed or not, that creates or reads a saved tensor."""
