@@ -217,7 +217,7 @@ def _unmodelled_optimizer(job: RunSpec) -> Iterator[Problem]:
         f"needs {package}, which is not installed; pip install 'simplan[{_EXTRAS.get(package)}]', or use adamw": (
             package in _EXTRAS and find_spec(package) is None
         ),
-        "is not run by the executor; use adamw or muon": package == "adam_mini",
+        "is not run by the executor; use adamw or muon": package not in ("torch", "simplan", *_EXTRAS),
         "has states in CUDA's managed memory; use the one without paged_, or CUDA devices": (
             OPTIMIZERS[name].is_paged and not on_cuda
         ),

@@ -150,9 +150,13 @@ class TrainingSpec(Spec):
         fp8_recipe: FP8 scaling recipe; None for per-tensor scaling (``tensorwise``), and for other precisions.
         optimizer: Optimizer; ``simplan.training`` has its states, traffic and norms.
         optimizer_dtypes: Types of Adam's states; None for those of the framework.
+        optimizer_rank: Rank to which GaLore or APOLLO projects the gradients of matrices; None for other optimizers.
         fused_optimizer: One kernel reads and writes all tensors of a step; false for torch's ``foreach``, a sequence of
             kernels, which for Adam needs a tensor as large as all parameters of the rank. None for fused where there is
             such a kernel, which is all except LARS and LAMB.
+        optimizer_in_backward: A hook updates each parameter as soon as backward has its gradient, which is freed then
+            (torch's ``register_post_accumulate_grad_hook``; torchtune's ``optimizer_in_bwd``, layerwise optimizers of
+            transformers and LLaMA-Factory).
         clip_grad_norm: Norm to which gradients of the full model are scaled if theirs is larger; None for no clipping.
         task: Purpose of the run. ``pretrain`` trains all weights, ``lora`` the adapters of ``ModelSpec.lora_rank``.
             ``sft`` computes the same as ``pretrain``: tokens of prompts and padding are masked in the loss, but their
@@ -186,8 +190,14 @@ class TrainingSpec(Spec):
     optimizer_dtypes: OptimizerDtypes | None = Field(
         None, description="types of Adam's states in Megatron's precision-aware optimizer, or BF16 in torchtitan"
     )
+    optimizer_rank: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
+        None, description="rank of the gradients that galore_adamw, galore_adamw_8bit or apollo_adamw have states of"
+    )
     fused_optimizer: bool | None = Field(
         None, description="one kernel for the update; false for torch's foreach; default: where such a kernel exists"
+    )
+    optimizer_in_backward: bool = Field(
+        False, description="update each parameter in backward, as soon as its gradient is there, and free the gradient"
     )
     clip_grad_norm: Positive | None = Field(None, description="maximum norm of the gradients of the model")
     task: Task = Field(

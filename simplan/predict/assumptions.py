@@ -101,6 +101,8 @@ def _of_plan(job: Job) -> Iterator[str]:
             "fp16: of the loss scaler are not modeled its pass over the gradients of a rank (8 bytes each, read and "
             "written once a step) and steps that it skips"
         )
+    if note := OPTIMIZERS[training.optimizer].note:
+        yield note
     for kind, algorithm in unused_collectives(job) if plan.collectives is not None else ():
         name = kind.replace("_", "-")
         yield f"the plan has no {name}: no effect of plan.collectives.{kind} = {algorithm}"

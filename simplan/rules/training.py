@@ -115,6 +115,53 @@ def fused_optimizer_of_torch(job: Job) -> Iterator[Problem]:
         yield problem_of(job, "training.fused_optimizer", sentence, "leave it out")
 
 
+@rule(
+    "an optimizer in backward uses every gradient at once: with one microbatch per step, and without a global norm",
+    reads="microbatch_size microbatch_sizes dp",
+)
+def gradients_used_in_backward(job: Job) -> Iterator[Problem]:
+    """As in torchtune (recipes/full_finetune_distributed.py) and transformers (trainer_optimizer.py)."""
+    training, number = job.training, job.num_microbatches
+    if not training.optimizer_in_backward:
+        return
+    field = "training.optimizer_in_backward"
+    if number > 1:
+        sentence = f"updates with the gradient of one microbatch, and a step has {number}"
+        fix = f"use global_batch_size = {job.plan.sequences_per_microbatch}, or false"
+        yield problem_of(job, field, sentence, fix)
+    if training.clip_grad_norm is not None:
+        sentence = "is over before the norm of all gradients is known, which training.clip_grad_norm needs"
+        yield problem_of(job, field, sentence, "leave out clip_grad_norm, or use false")
+
+
+@unmodelled(
+    "an optimizer in backward is modeled in torch, on one rank or under FSDP2",
+    reads="pp tp ep dp zero_stage shards_parameters offload_optimizer replication compression",
+)
+def optimizer_in_backward_modelled(job: Job) -> Iterator[Problem]:
+    training, plan, software = job.training, job.plan, job.software
+    if not training.optimizer_in_backward:
+        return
+    facts, fix = UPDATES[training.update], "use false"
+    axis = next((name for name in ("pp", "tp", "ep") if getattr(plan, name) > 1), "")
+    reason = ""
+    if not software.drops_gradients or software.per_rank_tensor_lists:
+        reason, fix = f"is not modeled yet with {software.settings['preset']}", "use software torch or accelerate"
+    elif axis:
+        reason = f"is not modeled yet with plan.{axis} = {getattr(plan, axis)}"
+    elif plan.num_averaging > 1 and not plan.shards_parameters:
+        reason = "would update every replica by a gradient of its own: hooks run before gradients are averaged"
+        fix = "use zero_stage = 3 with dp_shard (FSDP2), or false"
+    elif plan.offload_optimizer:
+        reason = "is not modeled yet with plan.offload_optimizer"
+    elif plan.shards_parameters and (facts.gathers or facts.num_norms):
+        reason = f"is not modeled yet with {training.optimizer} of sharded weights, for which ranks communicate"
+    elif training.backup_workers or plan.replication is not None or plan.compression is not None:
+        reason = "is not modeled yet with replicas that do not average all gradients"
+    if reason:
+        yield problem_of(job, "training.optimizer_in_backward", reason, fix)
+
+
 @unmodelled("an optimizer with norms of layers is not modeled with experts that ranks share out", reads="experts_apart")
 def layerwise_optimizer_modelled(job: Job) -> Iterator[Problem]:
     plan = job.plan

@@ -307,7 +307,7 @@ class _RankLowering:
         self.offload = None
         if stages.plan.offload_activations:
             self.offload = OffloadedActivations(stages, self.writer, host_waits=how.host_waits)
-        self.states = RankStates(stages, rank)
+        self.states = self.hooks.states = RankStates(stages, rank)
         self.groups = stages.mapping.layer_collective_groups(rank)
         self.overlaps = stages.plan.cp > 1 and stages.plan.cp_comm == "ring" and not how.host_waits
         self.merged_collectives: dict[tuple[str, int, range, str, Phase, bool], tuple[Work, ...]] = {}

@@ -74,6 +74,7 @@ class Stages:
         is_second_model: The weights are those of a reference model next to the one that is trained.
         comes_first: The pass comes before the forward that is trained.
         is_sharded: Weights are sharded over ranks.
+        updates_in_backward: Hooks of gradients update the weights, and free the gradients.
         layers: Per stage, its layers as sharded for one rank.
         brought: Per stage and layer, the parameters that the layer adds to the stage.
         owned: Per stage and layer, the elements of these parameters.
@@ -106,6 +107,9 @@ class Stages:
         self.comes_first = of_pass is not None and of_pass.comes_first
         self.is_sharded = plan.shards_parameters and (of_pass is None or of_pass.is_sharded or not of_pass.is_apart)
         self.state = software.state(training, plan)
+        self.updates_in_backward = training.optimizer_in_backward and of_pass is None
+        if self.updates_in_backward and not self.is_sharded:
+            self.state = self.state.model_copy(update={"updated_by": training.update})
         if self.is_second_model and of_pass is not None:
             stored = of_pass.stored_bytes or self.state.frozen
             self.state = self.state.model_copy(update={"frozen": stored, "parameter": stored})

@@ -47,7 +47,9 @@ from simplan.interop.frameworks.hugging_face.tools import (
     FACTORY,
     UNSLOTH,
     read_adapter_kind,
+    read_optimizer_of_factory,
     read_plugins,
+    read_projections,
     read_unsloth,
 )
 from simplan.interop.frameworks.hugging_face.trained_parts import read_trained_parts
@@ -314,7 +316,9 @@ class TrainerRun:
         trainer = self.trainer
         key = trainer.first("torch_dtype", "dtype", "model_dtype")
         loaded = _DTYPES.get(str(trainer.value(key or "", "")).lower().removeprefix("torch."))
-        if trainer.is_true("pure_bf16"):
+        if trainer.is_true("use_badam"):  # LLaMA-Factory, model/adapter.py: weights stay as in the checkpoint
+            key, loaded = "use_badam", "bf16"
+        elif trainer.is_true("pure_bf16"):
             key, loaded = "pure_bf16", "bf16"
         elif self.is_axolotl and trainer.is_true("float16"):
             key, loaded = "float16", "fp16"
@@ -451,6 +455,10 @@ class TrainerRun:
         elif self.trainer.is_true("use_adam_mini"):
             self.trainer.put("training.optimizer", "adam_mini", "use_adam_mini")
             self.trainer.no_effect(("optim",))
+        elif read_optimizer_of_factory(self):
+            self.trainer.no_effect(("optim",))
+        elif "optim" in self.trainer and read_projections(self):
+            pass
         elif "optim" in self.trainer:
             self._put_optimizer(self.trainer, "optim", names.OPTIMIZERS)
             if str(self.trainer.value("optim")) in names.UNFUSED and strategy != "deepspeed":
@@ -458,6 +466,9 @@ class TrainerRun:
         else:
             where = _TRAINER if self.trainer else "usual; no file names one"
             self.reading.put("training.optimizer", "adamw", where)
+        if self.reading.written("training.optimizer_in_backward"):
+            self.trainer.no_effect(("max_grad_norm",))  # no gradient is left whose norm could be taken
+            return
         clip = self.trainer.value("max_grad_norm", 1.0 if self.trainer else None)
         key = self.trainer.full("max_grad_norm") if "max_grad_norm" in self.trainer else _TRAINER
         if "gradient_clipping" in self.deepspeed:
