@@ -17,6 +17,7 @@ from simplan.errors import SpecError
 from simplan.interop.allocator import note_allocator
 from simplan.interop.configuration import Configuration, Reading
 from simplan.interop.frameworks import names_without_effect
+from simplan.interop.frameworks.factory_megatron import is_of_megatron, read_megatron
 from simplan.interop.frameworks.hugging_face import names
 from simplan.interop.frameworks.hugging_face.adapters import read_targets
 from simplan.interop.frameworks.hugging_face.devices import read_devices
@@ -132,6 +133,13 @@ class TrainerRun:
         read_plugins(self)
         if self.is_unsloth:
             read_unsloth(self)
+        if is_of_megatron(self):
+            self._read_batch()
+            self._read_model()
+            read_images(self)
+            read_megatron(self)
+            self._read_rest("megatron")
+            return self.reading.finish()
         strategy = self._strategy()
         self._read_precision(strategy)
         self._read_batch()
