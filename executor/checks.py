@@ -169,8 +169,10 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
             "the executor takes mismatched completions of KTO from the same microbatch; use 2 or more",
         ),
         "training.task": (
-            training.task == "reward" and software.layers.model_code != "framework",
-            "the executor has the head of a reward model for its own models; use software torch",
+            training.task == "asft" or (training.task == "reward" and software.layers.model_code != "framework"),
+            "the executor has no divergence from a reference; use sft, or dpo"
+            if training.task == "asft"
+            else "the executor has the head of a reward model for its own models; use software torch",
         ),
         "software": (
             no_transformers or not software.executable,

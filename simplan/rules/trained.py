@@ -666,7 +666,7 @@ def preferences_modelled(job: Job) -> Iterator[Problem]:
     training, model, plan, software = job.training, job.model, job.plan, job.software
     if not training.is_of_preferences:
         return
-    task = f"preference training (training.task = {training.task})"
+    task = f"preference training (training.task = {training.task})" if training.task != "asft" else "training.task asft"
     having = [name for name, each in FAMILIES.items() if "lora_rank" in each.fields and each.task == "next_token"]
     if model.family not in having:
         yield not_modelled(job, "training.task", f"{task} of family {model.family}", f"use {either(having)}")
@@ -683,8 +683,12 @@ def preferences_modelled(job: Job) -> Iterator[Problem]:
         fix = f"use software.loss = {either(['whole', 'recomputed', 'fused'])}"
         what = f"a loss in chunks of tokens whose gradients forward computes, in {task},"
         yield not_modelled(job, "software.loss", what, fix)
+    if training.task == "asft" and software.loss != "whole":
+        what = "a loss in chunks, where the divergence from a reference needs all logits,"
+        yield not_modelled(job, "software.loss", what, "use software.loss = whole")
     splits = {"pp": "a pipeline", "cp": "a sequence split over ranks", "ep": "experts split over ranks"}
     splits |= {"tp": "a score split over ranks"} if training.task == "reward" else {}
+    splits |= {"tp": "a vocabulary split over ranks"} if training.task == "asft" else {}
     for axis, what in splits.items():
         if getattr(plan, axis) > 1:
             yield not_modelled(job, f"plan.{axis}", f"{what} in {task}", "use 1, and dp_replicate or dp_shard")

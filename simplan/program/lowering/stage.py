@@ -354,6 +354,12 @@ class Stages:
         num_bytes = self.plan.microbatch_size * logits.num_bytes(self.state.activation, self.state.residual)
         return num_bytes if layer.kind is LayerKind.HEAD else -num_bytes
 
+    @property
+    def logits_bytes(self) -> int:
+        """Bytes of the logits of a microbatch, of a model in one stage."""
+        makers = (o.makes[0] for o in self.layers[0][-1].operators if isinstance(o.kernel, Gemm) and o.makes[0].logits)
+        return self.plan.microbatch_size * next(makers).num_bytes(self.state.activation, self.state.residual)
+
     def loss_effects(self, stage: int, *, forward: bool) -> tuple[MemoryEffect, ...]:
         """Returns memory changes of the head on the other side of its module's hooks.
 
