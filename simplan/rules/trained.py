@@ -19,7 +19,7 @@ from simplan.model.layer import Gemm, LayerKind, LayerSpec, Role
 from simplan.model.low_precision import LowPrecision
 from simplan.model.model import ModelSpec
 from simplan.model.module_names import PartName, matrices, modules, part_name
-from simplan.model.weight_format import FOUR_BITS, SCALES_PER_BLOCK
+from simplan.model.weight_format import FOUR_BITS, PREQUANTIZED, SCALES_PER_BLOCK
 from simplan.plan.shard import Shard
 from simplan.rules.rule import not_modelled, problem_of, rule, unmodelled
 from simplan.training import PREFERENCE_TASKS, REFERENCE_TASKS
@@ -397,7 +397,7 @@ def base_weights_of_format(job: Job) -> Iterator[Problem]:
     size = base.block_size
     if size is None:
         return
-    if base.format in ("int8", "fp8"):
+    if base.format not in FOUR_BITS:
         sentence = f"is of formats with 4 bits, and training.base_weights.format = {base.format}"
         yield _of_base("block_size", size, sentence, "remove it")
     elif not _MIN_BLOCK <= size <= _MAX_BLOCK or size & (size - 1):
@@ -421,7 +421,7 @@ def base_weights_of_shards(job: Job) -> Iterator[Problem]:
     if base.format == "int8":
         sentence = f"cannot be sharded: FSDP and ZeRO-3 take quantized weights of 4 bits only, and {shards}"
         yield _of_base("format", base.format, sentence, f"use format: nf4, or {whole}")
-    elif base.format in ("gptq_int4", "awq_int4"):
+    elif base.format in PREQUANTIZED:
         sentence = f"cannot be sharded: LLaMA-Factory refuses weights that were quantized before with {shards}"
         yield _of_base("format", base.format, sentence, f"use format: nf4 with storage: bf16, or {whole}")
     elif base.format in ("nf4", "fp4") and base.library != "torchao":
@@ -495,7 +495,7 @@ def base_weights_of_splits(job: Job) -> Iterator[Problem]:
 )
 def base_weights_divide(job: Job) -> Iterator[Problem]:
     base, plan = job.training.base_weights, job.plan
-    if base is None or (base.library != "torchao" and base.format not in FOUR_BITS[2:]):
+    if base is None or (base.library != "torchao" and base.format not in PREQUANTIZED):
         return
     size = base.elements_per_scale
     for layer in {*job.software.layers_of(job.model, plan, job.training)}:

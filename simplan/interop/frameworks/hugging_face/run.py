@@ -307,6 +307,14 @@ class TrainerRun:
             self.accelerate.refuse("mixed_precision", "is not modeled yet with transformers' models", fix)
         if not trainer.is_true("fp8"):
             return False
+        options = ("fp8_enable_fsdp_float8_all_gather", "fp8_backend")
+        is_sharded = strategy == "deepspeed" and whole(self.deepspeed.value("zero_optimization.stage")) == 3
+        if is_sharded and self.is_factory and backend in ("torchao", "auto"):
+            # fp8_utils.py, module_filter_func: matrices only, and a weight of ZeRO-3 has no dimensions between uses
+            why = "LLaMA-Factory converts no layer of ZeRO-3, whose weights are empty at that time: they run in BF16"
+            trainer.not_modeled("fp8", why)
+            trainer.no_effect(options)
+            return False
         if strategy == "deepspeed":
             trainer.refuse("fp8", "is not modeled yet with DeepSpeed", "use bf16, or FSDP")
         elif backend not in ("torchao", "auto"):
@@ -316,7 +324,7 @@ class TrainerRun:
             self.reading.put("training.fp8_recipe", "rowwise", "LLaMA-Factory's recipe of torchao")
         if trainer.is_true("fp8_enable_fsdp_float8_all_gather") and not self.is_factory:
             trainer.not_modeled("fp8_enable_fsdp_float8_all_gather", "all-gathers of weights in FP8; here in BF16")
-        trainer.no_effect((*_HALVES, "fp8_enable_fsdp_float8_all_gather", "fp8_backend"))
+        trainer.no_effect((*_HALVES, *options))
         return True
 
     def _read_weights(self, strategy: str) -> None:
