@@ -124,6 +124,8 @@ def _of_preferences(job: Job) -> Iterator[str]:
     if passes:
         what = "the forward" if passes == 1 else f"the {passes} forwards"
         yield f"MFU counts {what} without gradients of every sequence, and tokens/s do not"
+    if job.model.captured is not None:
+        yield "the loss in the capture, a cross-entropy of all tokens, stands for the log-probabilities of sequences"
     if job.reference == "precomputed":
         yield "the pass over the data that computes the reference's log-probabilities is before training, in no step"
     if training.task == "kto":

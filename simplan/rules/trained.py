@@ -313,7 +313,6 @@ def rotations_modelled(job: Job) -> Iterator[Problem]:
         "with model.lora_rank_pattern": bool(model.lora_rank_pattern),
         "of the head or the embedding": not _ENDS.keys().isdisjoint(model.lora_targets),
         "of experts": model.num_experts > 0,
-        "of a captured module": model.captured is not None,
         "with tensor parallelism": job.plan.tp > 1,
     }
     for what in (what for what, is_so in whats.items() if is_so):
@@ -668,7 +667,10 @@ def preferences_modelled(job: Job) -> Iterator[Problem]:
         return
     task = f"preference training (training.task = {training.task})" if training.task != "asft" else "training.task asft"
     having = [name for name, each in FAMILIES.items() if "lora_rank" in each.fields and each.task == "next_token"]
-    if model.family not in having:
+    captured = model.captured
+    if captured is not None and captured.tokens and not captured.loss and training.objective == "tokens":
+        pass  # its own loss reads the log-probabilities of all tokens, as those on preferences do
+    elif model.family not in having:
         yield not_modelled(job, "training.task", f"{task} of family {model.family}", f"use {either(having)}")
     if not software.trains_on_preferences:
         takes = [name for name in catalog.names("software") if catalog.software(name).trains_on_preferences]

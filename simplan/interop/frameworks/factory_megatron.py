@@ -46,7 +46,7 @@ def read_megatron(run: TrainerRun) -> None:
     for key, why in table["refused"].items():
         if trainer.value(key):
             trainer.refuse(key, why, "remove it")
-    experts = run.model is None or run.model.num_experts > 0
+    experts = run.captured is None and (run.model is None or run.model.num_experts > 0)
     degrees = core.read_parallel(reading, words, experts=experts)
     _read_recomputation(run, prefix, of_bridge=bridge is not None)
     origin = f"the default of {'Megatron Bridge' if bridge else 'mcore_adapter'}"

@@ -1,7 +1,7 @@
 """Frozen weights of a captured model, and LoRA adapters (Hu et al. 2021, arXiv:2106.09685) next to linear layers.
 
 The result is what a capture of the module with adapters in its code gives: y = x W^T + b + (x A^T) B^T scale, as PEFT's
-``lora.Linear`` runs it, with dropout of x before A. What torch saves changes with what is trained: a frozen matrix
+``lora.Linear`` runs it, with dropout of x before A. Rotations of OFT are added where layers are made. What torch saves changes with what is trained: a frozen matrix
 saves no input, and of a product of two tensors each is saved for the gradient of the other. Operators below the first
 adapter have no backward.
 """
@@ -27,6 +27,8 @@ from simplan.model.captured.kernels import PRODUCTS, word
 from simplan.model.captured.linear import Linear, linear_calls, linear_layers
 from simplan.model.parts.part import MASK_BYTES
 
+ROTATED = ".oft_r"
+"""End of the module of a linear layer whose input is rotated (``simplan.model.adapters``)."""
 ALL = "all"
 """Target that means every linear layer except the output head."""
 
@@ -96,10 +98,16 @@ def _output_head(model: CapturedModel) -> str:
 
 
 @lru_cache(maxsize=64)
-def with_adapters(model: CapturedModel, rank: int, targets: tuple[str, ...], *, dropout: bool = False) -> CapturedModel:
-    """The model with adapters of a rank at its targets (``targets_of``), in the precision that is meant."""
+def with_adapters(
+    model: CapturedModel, rank: int, targets: tuple[str, ...], *, dropout: bool = False, oft: bool = False
+) -> CapturedModel:
+    """The model with adapters of a rank at its targets (``targets_of``), in the precision that is meant.
+
+    Args:
+        oft: Adapters rotate the input of a layer, in blocks of the rank.
+    """
     chosen = frozenset(path for paths in targets_of(model, targets).values() for path in paths)
-    return _trained_in_part(model, frozenset(), chosen, rank, dropout=dropout)
+    return _trained_in_part(model, frozenset(), chosen, rank, dropout=dropout, oft=oft)
 
 
 @lru_cache(maxsize=64)
@@ -107,6 +115,12 @@ def with_frozen(model: CapturedModel, names: tuple[str, ...]) -> CapturedModel:
     """The model whose parts of these names (``parts_of``) are not trained, in the precision that is meant."""
     frozen = {name for parts in parts_of(model, names).values() for name in parts}
     return _trained_in_part(model, frozenset(parameter_names(model)) - frozen, frozenset(), 0, dropout=False)
+
+
+@lru_cache(maxsize=64)
+def without_training(model: CapturedModel) -> CapturedModel:
+    """The model all of whose parts are frozen, in the precision that is meant."""
+    return _trained_in_part(model, frozenset(), frozenset(), 0, dropout=False)
 
 
 def parameter_names(model: CapturedModel) -> tuple[str, ...]:
@@ -158,7 +172,13 @@ def pattern_of(model: CapturedModel, paths: Sequence[str]) -> list[str]:
 
 
 def _trained_in_part(
-    model: CapturedModel, trained: frozenset[str], adapted: frozenset[str], rank: int, *, dropout: bool
+    model: CapturedModel,
+    trained: frozenset[str],
+    adapted: frozenset[str],
+    rank: int,
+    *,
+    dropout: bool,
+    oft: bool = False,
 ) -> CapturedModel:
     """The model of which some parameters are trained, and adapters next to some linear layers, and nothing else."""
     made: dict[tuple[int, tuple[Linear, ...], frozenset[str], _Given], tuple[CapturedLayer, _Given]] = {}
@@ -170,7 +190,7 @@ def _trained_in_part(
         own = frozenset(each.name for each in layer.parameters if not each.frozen and full_name(each, path) in trained)
         key = number, here, own, given
         if key not in made:
-            made[key] = _Adapting(layer, here, rank, given, own, dropout=dropout).layer()
+            made[key] = _Adapting(layer, here, rank, given, own, dropout=dropout, oft=oft).layer()
         layer, given = made[key]
         order.append(layers.setdefault(layer, len(layers)))
     graph = CapturedGraph(layers=tuple(layers), order=tuple(order), shared=model.graph.shared)
@@ -189,8 +209,9 @@ class _Adapting:
         trained: frozenset[str],
         *,
         dropout: bool,
+        oft: bool,
     ) -> None:
-        self._layer, self._rank, self._dropout = layer, rank, dropout
+        self._layer, self._rank, self._dropout, self._oft = layer, rank, dropout, oft
         self._trained = trained
         self._linears = {linear.place: linear for linear in linears}
         names = [tensor.name for tensor in layer.inputs]
@@ -212,7 +233,7 @@ class _Adapting:
         waiting: tuple[CapturedParameter, ...] = ()
         for parameter in self._layer.parameters:
             name = parameter.name.rpartition(".")[0]
-            if waiting and parameter.name != f"{waiting[0].name.removesuffix('.lora_a.weight')}.bias":
+            if waiting and parameter.name != f"{waiting[0].name.rsplit('.', 2)[0]}.bias":
                 yield from waiting
                 waiting = ()
             is_trained = parameter.name in self._trained
@@ -272,6 +293,11 @@ class _Adapting:
     ) -> Iterator[CapturedOperator]:
         """The frozen linear layer, A, B, the scaling of its result, and the sum."""
         (result,), rank, name = operator.makes, self._rank, linear.name
+        if self._oft:
+            if f"{name}.weight" in operator.parameters:
+                self._adapters[name] = (_rotation(linear, operator.operands[-1][0], rank),)
+            yield frozen.model_copy(update={"propagates": True, "module": f"{operator.module}{ROTATED}"})
+            return
         rows, (k, n) = operator.operands[-2][:-1], operator.operands[-1]
         source = operator.reads[:1]
         flows = not self._flowing.isdisjoint(source)
@@ -346,6 +372,11 @@ class _Adapting:
             trains=flows,
             propagates=True,
         )
+
+
+def _rotation(linear: Linear, k: int, size: int) -> CapturedParameter:
+    shape = (k // size, size * (size - 1) // 2)
+    return CapturedParameter(name=f"{linear.name}.oft_r.weight", shape=shape, elsewhere=linear.elsewhere)
 
 
 def _adapter_weights(linear: Linear, shape: Shape, rank: int) -> tuple[CapturedParameter, CapturedParameter]:
