@@ -214,8 +214,8 @@ class TrainingSpec(Spec):
     preference: Annotated[PreferenceSpec | None, BeforeValidator(_of_reference)] = Field(
         None,
         description=(
-            "reference model of dpo, kto and asft: adapters_off, second_model or precomputed, or a mapping of reference, "
-            "reference_sharded and reference_dtype"
+            "reference model of dpo, kto and asft: adapters_off, second_model or precomputed, or a mapping of "
+            "reference, reference_sharded and reference_dtype"
         ),
     )
     base_weights: Annotated[BaseWeights | None, BeforeValidator(_of_format)] = Field(

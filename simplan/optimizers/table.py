@@ -323,8 +323,8 @@ OPTIMIZERS: dict[OptimizerName, OptimizerFacts] = {
         like="adamw",
         updates_copies=True,
         note=(
-            "badam trains the blocks in turn, 50 steps each by default: the step is that of the block that model.frozen "
-            "leaves; backward ends at it, so the first block has the longest step and the largest peak"
+            "badam trains the blocks in turn, 50 steps each by default: the step is that of the block that "
+            "model.frozen leaves; backward ends at it, so the first block has the longest step and the largest peak"
         ),
         refused_under={
             **_ONE_BY_ONE,
@@ -340,7 +340,8 @@ OPTIMIZERS: dict[OptimizerName, OptimizerFacts] = {
 et al. 2017, arXiv:1708.03888), LAMB (You et al. 2020, arXiv:1904.00962), 8-bit optimizers (Dettmers et al. 2022,
 arXiv:2110.02861), Adafactor (Shazeer and Stern 2018, arXiv:1804.04235), Lion (Chen et al. 2023, arXiv:2302.06675), Muon
 (Jordan et al. 2024; Liu et al. 2025, arXiv:2502.16982), Adam-mini (Zhang et al. 2024, arXiv:2406.16793), GaLore
-(Zhao et al. 2024, arXiv:2403.03507), APOLLO (Zhu et al. 2024, arXiv:2412.05270), BAdam (Luo et al. 2024, arXiv:2404.02827)."""
+(Zhao et al. 2024, arXiv:2403.03507), APOLLO (Zhu et al. 2024, arXiv:2412.05270), BAdam (Luo et al. 2024,
+arXiv:2404.02827)."""
 
 UPDATES: dict[UpdateName, OptimizerFacts] = dict[UpdateName, OptimizerFacts](OPTIMIZERS.items()) | {
     # torch 2.13, optim/sgd.py: weight += gradient, or momentum *= and += before it

@@ -623,18 +623,19 @@ def keys_of_second_model(job: Job) -> Iterator[Problem]:
         yield _of_preference(job, "reference_dtype", sentence, "remove it, or use training.precision = bf16")
 
 
-@rule("reward models have a head of one score, which is trained")
+@rule("reward models have a head of one score, which is trained, and asft compares all logits")
 def head_of_scores(job: Job) -> Iterator[Problem]:
-    model = job.model
-    if job.training.task != "reward":
+    model, task = job.model, job.training.task
+    if task in ("reward", "asft") and job.software.loss != "whole":
+        why = "has no logits" if task == "reward" else "compares all of them with those of a reference"
+        sentence = f"computes logits in chunks, and training.task = {task} {why}"
+        yield problem_of(job, "software.loss", sentence, "use software.loss = whole")
+    if task != "reward":
         return
     for field in ("lora_targets", "lora_modules_to_save"):
         if "head" in getattr(model, field):
             sentence = "names the head, which training.task = reward replaces by a score that is always trained"
             yield problem_of(job, f"model.{field}", sentence, "remove head", value="head")
-    if job.software.loss != "whole":
-        sentence = "computes logits in chunks, and training.task = reward has no logits"
-        yield problem_of(job, "software.loss", sentence, "use software.loss = whole")
 
 
 @rule("a second model on the host must fit there", reads="shards_parameters offload_optimizer", reads_cluster=True)
@@ -658,6 +659,12 @@ def second_model_on_host(job: Job) -> Iterator[Problem]:
         )
 
 
+def _has_loss_of_tokens(job: Job) -> bool:
+    """True for a captured model whose own loss reads log-probabilities of all tokens, as losses on preferences do."""
+    captured = job.model.captured
+    return captured is not None and captured.tokens > 0 and not captured.loss and job.training.objective == "tokens"
+
+
 @unmodelled(
     "preference training is not modeled for this model, software or plan", reads="tp cp pp ep offload_activations"
 )
@@ -667,10 +674,7 @@ def preferences_modelled(job: Job) -> Iterator[Problem]:
         return
     task = f"preference training (training.task = {training.task})" if training.task != "asft" else "training.task asft"
     having = [name for name, each in FAMILIES.items() if "lora_rank" in each.fields and each.task == "next_token"]
-    captured = model.captured
-    if captured is not None and captured.tokens and not captured.loss and training.objective == "tokens":
-        pass  # its own loss reads the log-probabilities of all tokens, as those on preferences do
-    elif model.family not in having:
+    if model.family not in having and not _has_loss_of_tokens(job):
         yield not_modelled(job, "training.task", f"{task} of family {model.family}", f"use {either(having)}")
     if not software.trains_on_preferences:
         takes = [name for name in catalog.names("software") if catalog.software(name).trains_on_preferences]
@@ -685,12 +689,9 @@ def preferences_modelled(job: Job) -> Iterator[Problem]:
         fix = f"use software.loss = {either(['whole', 'recomputed', 'fused'])}"
         what = f"a loss in chunks of tokens whose gradients forward computes, in {task},"
         yield not_modelled(job, "software.loss", what, fix)
-    if training.task == "asft" and software.loss != "whole":
-        what = "a loss in chunks, where the divergence from a reference needs all logits,"
-        yield not_modelled(job, "software.loss", what, "use software.loss = whole")
     splits = {"pp": "a pipeline", "cp": "a sequence split over ranks", "ep": "experts split over ranks"}
-    splits |= {"tp": "a score split over ranks"} if training.task == "reward" else {}
-    splits |= {"tp": "a vocabulary split over ranks"} if training.task == "asft" else {}
+    whole_heads = {"reward": "a score split over ranks", "asft": "a vocabulary split over ranks"}
+    splits |= {"tp": whole_heads[training.task]} if training.task in whole_heads else {}
     for axis, what in splits.items():
         if getattr(plan, axis) > 1:
             yield not_modelled(job, f"plan.{axis}", f"{what} in {task}", "use 1, and dp_replicate or dp_shard")

@@ -1,9 +1,9 @@
 """Frozen weights of a captured model, and LoRA adapters (Hu et al. 2021, arXiv:2106.09685) next to linear layers.
 
 The result is what a capture of the module with adapters in its code gives: y = x W^T + b + (x A^T) B^T scale, as PEFT's
-``lora.Linear`` runs it, with dropout of x before A. Rotations of OFT are added where layers are made. What torch saves changes with what is trained: a frozen matrix
-saves no input, and of a product of two tensors each is saved for the gradient of the other. Operators below the first
-adapter have no backward.
+``lora.Linear`` runs it, with dropout of x before A. Rotations of OFT are added where layers are made. What torch saves
+changes with what is trained: a frozen matrix saves no input, and of a product of two tensors each is saved for the
+gradient of the other. Operators below the first adapter have no backward.
 """
 
 from __future__ import annotations

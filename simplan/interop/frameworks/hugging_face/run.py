@@ -133,6 +133,10 @@ class TrainerRun:
         read_plugins(self)
         if self.is_unsloth:
             read_unsloth(self)
+        if self.is_factory and "stage" in self.trainer and not self.trainer.is_true("do_train"):
+            rule = "is a run that predicts or evaluates, and trains nothing: do_train is not true"
+            self.trainer.refuse("stage", rule, "add do_train: true")
+            return self.reading.finish(is_whole=False)
         if is_of_megatron(self):
             self._read_batch()
             self._read_model()
@@ -341,11 +345,16 @@ class TrainerRun:
         elif key is None and self.is_axolotl:
             key = next((half for half in _HALVES if half in trainer), None)
             loaded = self._precision if self._precision in _HALVES else None
+        if self.is_factory and self._adapter_rank() is not None and self._precision == "fp32":
+            # LLaMA-Factory, model/patcher.py, patch_config: frozen weights stay as in the checkpoint, without autocast
+            loaded = "bf16"
+            self.reading.put("software.autocast", False, "neither bf16 nor fp16 is set")
         is_mixed = self._precision in _HALVES and key != "pure_bf16" and not self._is_full_bf16
         if self._adapter_rank() is not None:
             if loaded == "bf16" and self._precision == "fp32":
                 self._precision = "bf16"
-                trainer.put("training.precision", "bf16", key or "")
+                where = trainer.full(key) if key is not None else "the dtype of most checkpoints"
+                self.reading.put("training.precision", "bf16", where)
             if key == "pure_bf16" or self._is_full_bf16:
                 trainer.not_modeled(key or "bf16", "adapters of 16 bits; here adapters and their states are FP32")
         elif strategy == "deepspeed":
