@@ -102,6 +102,7 @@ def _read_precision(run: TrainerRun, *, of_bridge: bool) -> None:
 def _read_adapters(run: TrainerRun, *, of_bridge: bool) -> None:
     """Read LoRA, which Megatron Bridge alone has here, on its own modules whatever ``lora_target`` says."""
     trainer, reading = run.trainer, run.reading
+    stage = str(trainer.value("stage", "sft")).lower()
     kind = str(trainer.value("finetuning_type", "lora")).lower()
     where = trainer.full("finetuning_type") if "finetuning_type" in trainer else "the default of LLaMA-Factory: lora"
     if kind == "lora" and of_bridge:
@@ -111,10 +112,10 @@ def _read_adapters(run: TrainerRun, *, of_bridge: bool) -> None:
         core.put_adapters(reading, key=where, rank=said, modules=modules, modules_key=_ADAPTERS)
         trainer.no_effect(("lora_target", "lora_alpha"))
     elif kind == "full":
-        task = "pretrain" if str(trainer.value("stage")).lower() in ("pt", "pretrain") else "sft"
-        reading.put("training.task", task, trainer.full("stage"))
+        said = trainer.full("stage") if "stage" in trainer else "the default of LLaMA-Factory: sft"
+        reading.put("training.task", "pretrain" if stage == "pt" else "sft", said)
     else:
         fix = "use full" if not of_bridge else "use full or lora"
         trainer.refuse("finetuning_type", "is no way in which this trainer trains", fix)
-    if str(trainer.value("stage")).lower() not in ("sft", "pt", "pretrain"):
+    if stage not in ("sft", "pt"):
         trainer.refuse("stage", "is not modeled yet with Megatron Core", "use sft or pt")

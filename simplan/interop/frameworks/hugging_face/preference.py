@@ -55,7 +55,7 @@ def preference_task(run: TrainerRun) -> tuple[str, str] | None:
     if "rl" in trainer and str(trainer.value("rl")).lower() in _OF_AXOLOTL:
         return _OF_AXOLOTL[str(trainer.value("rl")).lower()], trainer.full("rl")
     stage = str(trainer.value("stage", "")).lower()
-    if stage == "sft" and trainer.is_true("use_asft_loss"):
+    if run.is_factory and stage in ("", "sft") and trainer.is_true("use_asft_loss"):
         return "asft", trainer.full("use_asft_loss")
     if stage in ("kto", "rm"):
         return "kto" if stage == "kto" else "reward", trainer.full("stage")

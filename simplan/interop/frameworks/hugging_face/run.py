@@ -133,9 +133,9 @@ class TrainerRun:
         read_plugins(self)
         if self.is_unsloth:
             read_unsloth(self)
-        if self.is_factory and "stage" in self.trainer and not self.trainer.is_true("do_train"):
-            rule = "is a run that predicts or evaluates, and trains nothing: do_train is not true"
-            self.trainer.refuse("stage", rule, "add do_train: true")
+        other = next((key for key in ("do_predict", "do_eval") if self.trainer.is_true(key)), None)
+        if self.is_factory and other is not None and not self.trainer.is_true("do_train"):
+            self.trainer.refuse(other, "is of a run that trains nothing, as do_train is not true", "add do_train: true")
             return self.reading.finish(is_whole=False)
         if is_of_megatron(self):
             self._read_batch()

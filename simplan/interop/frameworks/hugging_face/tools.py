@@ -208,7 +208,10 @@ def read_projections(run: TrainerRun) -> bool:
         trainer.put("training.optimizer_in_backward", True, "optim")
     targets = trainer.value("optim_target_modules")
     listed = " ".join(map(str, targets)) if isinstance(targets, list) else str(targets or "")
-    if listed.replace("_", "-") == "all-linear":
+    if targets is None:
+        rule, fix = "needs optim_target_modules, without which transformers stops", "add optim_target_modules: [attn, mlp]"
+        trainer.refuse("optim", rule, fix)
+    elif listed.replace("_", "-") == "all-linear":
         why = "the head's gradient is projected as well; here it is not"
         trainer.not_modeled("optim_target_modules", why)
     elif not ("attn" in listed and "mlp" in listed):
