@@ -116,7 +116,7 @@ def fused_optimizer_of_torch(job: Job) -> Iterator[Problem]:
 
 
 @rule(
-    "an optimizer in backward uses every gradient at once: with one microbatch per step, and without a global norm",
+    "an optimizer in backward uses every gradient immediately: with one microbatch per step, and no global norm",
     reads="microbatch_size microbatch_sizes dp",
 )
 def gradients_used_in_backward(job: Job) -> Iterator[Problem]:

@@ -1015,7 +1015,10 @@ REFUSED: dict[str, tuple[str, str]] = {
     "GaLore under DeepSpeed": (f"{_ADAPTERS}full\nuse_galore: true\ndeepspeed: ds.json\n", "deepspeed"),
     "BAdam of ratios": (f"{_ADAPTERS}full\nuse_badam: true\nbadam_mode: ratio\n", "badam_mode"),
     "ASFT with adapters": (f"{_ADAPTERS}lora\nuse_asft_loss: true\n", "use_asft_loss"),
-    "prediction": ("stage: sft\ncutoff_len: 512\ntemplate: qwen\nfinetuning_type: lora\ndo_predict: true\n", "do_predict"),
+    "prediction": (
+        "stage: sft\ncutoff_len: 512\ntemplate: qwen\nfinetuning_type: lora\ndo_predict: true\n",
+        "do_predict",
+    ),
     "offload": (f"{_ADAPTERS}full\ngradient_checkpointing_kwargs: {{offload: true}}\n", "checkpointing_kwargs.offload"),
     "other adapters": (f"{_AXOLOTL}adapter: llama-adapter\n", "adapter"),
     "weights of another library": (f"{_ADAPTERS}lora\nquantization_bit: 4\nquantization_method: hqq\n", "quantization"),

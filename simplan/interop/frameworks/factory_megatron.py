@@ -112,8 +112,8 @@ def _read_adapters(run: TrainerRun, *, of_bridge: bool) -> None:
         core.put_adapters(reading, key=where, rank=said, modules=modules, modules_key=_ADAPTERS)
         trainer.no_effect(("lora_target", "lora_alpha"))
     elif kind == "full":
-        said = trainer.full("stage") if "stage" in trainer else "the default of LLaMA-Factory: sft"
-        reading.put("training.task", "pretrain" if stage == "pt" else "sft", said)
+        origin = trainer.full("stage") if "stage" in trainer else "the default of LLaMA-Factory: sft"
+        reading.put("training.task", "pretrain" if stage == "pt" else "sft", origin)
     else:
         fix = "use full" if not of_bridge else "use full or lora"
         trainer.refuse("finetuning_type", "is no way in which this trainer trains", fix)

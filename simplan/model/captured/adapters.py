@@ -27,8 +27,8 @@ from simplan.model.captured.kernels import PRODUCTS, word
 from simplan.model.captured.linear import Linear, linear_calls, linear_layers
 from simplan.model.parts.part import MASK_BYTES
 
-ROTATED = ".oft_r"
-"""End of the module of a linear layer whose input is rotated (``simplan.model.adapters``)."""
+ROTATED = " rotated"
+"""End of the module of a linear layer whose input is rotated (``simplan.model.adapters``); no path has a space."""
 ALL = "all"
 """Target that means every linear layer except the output head."""
 

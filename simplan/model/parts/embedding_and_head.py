@@ -217,20 +217,19 @@ def _divergence(layer: LayerSpec) -> tuple[Operator, Operator]:
     number = kept.elements
     log_probs = replace(kept, name="log-probabilities for the divergence")
     probs = Tensor("probabilities of the reference", number, logits=True)
-    copied = Tensor("logits of the reference without the last token", number, logits=True)
-    scratch = tuple(replace(kept, name=name) for name in ("logits without the last token", "q log p", "divergence"))
+    copied = Tensor("logits of the reference without the last token", number)
+    scratch = tuple(Tensor(name, number, FP32_BYTES) for name in ("logits without the last token", "q log p"))
     softmax = Operator(
         kernel=Pointwise("softmax of the reference", 2 * number, 2 * number, like="cross_entropy"),
         makes=(probs,),
-        saves=(probs.name,),
         forward_scratch=(copied, scratch[0]),
     )
     compared = Operator(
         # copy of logits, log-softmax, xlogy, product, difference and sum, FP32 as two elements
         kernel=Pointwise("divergence", 13 * number, 9 * number, launches=(6, 3), like="cross_entropy"),
-        reads=(wide,),
+        reads=(wide, probs.name),
         makes=(log_probs,),
-        saves=(log_probs.name,),
+        saves=(log_probs.name, probs.name),
         forward_scratch=(copied, *scratch),
         backward_scratch=(replace(kept, name="gradient of log-probabilities"),),
     )

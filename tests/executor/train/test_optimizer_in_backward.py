@@ -49,7 +49,8 @@ def test_losses_equal_those_of_updates_after_backward(plan: str, update: str, tm
 def test_peak_is_that_of_torch(plan: str, update: str, tied: bool) -> None:
     """In a dry run on tensors without data; on one rank with so few tokens that gradients would be the peak."""
     seq_len = 4 if plan == "one" else 256
-    model = {"family": "llama", "vocab_size": 96, "hidden_size": 256, "num_hidden_layers": 3, "seq_len": seq_len}
+    sizes = {"vocab_size": 96, "hidden_size": 256, "num_hidden_layers": 3, "seq_len": seq_len}
+    model: dict[str, Any] = {"family": "llama", **sizes}
     in_backward = job(plan, update, **model, tied_embeddings=tied)
     measured, predicted = account(in_backward, 0), predicted_peak(in_backward, 0)
     assert predicted.total_bytes == pytest.approx(measured.total_bytes, rel=0.02)

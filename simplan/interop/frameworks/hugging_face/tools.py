@@ -209,8 +209,8 @@ def read_projections(run: TrainerRun) -> bool:
     targets = trainer.value("optim_target_modules")
     listed = " ".join(map(str, targets)) if isinstance(targets, list) else str(targets or "")
     if targets is None:
-        rule, fix = "needs optim_target_modules, without which transformers stops", "add optim_target_modules: [attn, mlp]"
-        trainer.refuse("optim", rule, fix)
+        rule = "needs optim_target_modules, without which transformers stops"
+        trainer.refuse("optim", rule, "add optim_target_modules: [attn, mlp]")
     elif listed.replace("_", "-") == "all-linear":
         why = "the head's gradient is projected as well; here it is not"
         trainer.not_modeled("optim_target_modules", why)
@@ -220,7 +220,7 @@ def read_projections(run: TrainerRun) -> bool:
     settings = dict(
         part.partition("=")[::2] for part in str(trainer.value("optim_args", "")).replace(" ", "").split(",")
     )
-    for other, usual in {"proj_type": "std", "proj": "random"}.items():
+    for other, usual in table("projection_arguments").items():
         if settings.get(other, usual) != usual:
             trainer.refuse("optim_args", f"has another {other}, which is not modeled yet", f"use {other}={usual}")
     where = trainer.full("optim_args") if "rank" in settings else "the default of transformers"
