@@ -135,7 +135,7 @@ def gradients_used_in_backward(job: Job) -> Iterator[Problem]:
 
 
 @unmodelled(
-    "an optimizer in backward is modeled in torch, on one rank or under FSDP2",
+    "an optimizer in backward is modeled in torch, on one rank or where ranks shard parameters",
     reads="pp tp ep dp zero_stage shards_parameters offload_optimizer replication compression",
 )
 def optimizer_in_backward_modelled(job: Job) -> Iterator[Problem]:
