@@ -183,10 +183,7 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
             training.task == "kto" and min(plan.sizes_of_ranks) == 1,
             "the executor takes mismatched completions of KTO from the same microbatch; use 2 or more",
         ),
-        "training.task": (
-            training.task == "reward" and software.layers.model_code != "framework",
-            "the executor has the head of a reward model for its own models; use software torch",
-        ),
+        "training.task": _task_limit(job),
         "software": (
             no_transformers or not software.executable,
             "needs Hugging Face transformers, which is not installed; pip install 'simplan[transformers]', or use torch"
@@ -204,6 +201,17 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
     yield from _unmodelled_workers(job)
     yield from _unmodelled_replication(job)
     yield from _unmeasured_first_steps(job)
+
+
+def _task_limit(job: RunSpec) -> tuple[bool, str]:
+    """True for a task that the executor does not run with this model, and the sentence with the fix."""
+    task, software = job.training.task, job.software
+    if task == "asft":
+        return True, "the executor has no divergence from a reference; use sft, or dpo"
+    if job.training.is_of_preferences and job.model.captured is not None:
+        return True, "the executor has no losses on preferences for captured modules, which have their own; use lora"
+    sentence = "the executor has the head of a reward model for its own models; use software torch"
+    return task == "reward" and software.layers.model_code != "framework", sentence
 
 
 def _base_weights_limit(job: RunSpec) -> tuple[bool, str]:
@@ -226,13 +234,18 @@ def _base_weights_limit(job: RunSpec) -> tuple[bool, str]:
 
 def _unmodelled_optimizer(job: RunSpec) -> Iterator[Problem]:
     """Optimizers of other packages, and what those cannot do on this machine."""
+    if job.training.optimizer_in_backward and job.checkpointing is not None:
+        rule = "has an optimizer for every parameter, of which the executor writes no checkpoints"
+        yield Problem(
+            field="training.optimizer_in_backward", value="true", rule=rule, fix="use false, or leave out checkpoints"
+        )
     name, package = job.training.optimizer, OPTIMIZERS[job.training.optimizer].package
     on_cuda = runs_on_cuda(job, job.plan.num_devices)
     limits = {
         f"needs {package}, which is not installed; pip install 'simplan[{_EXTRAS.get(package)}]', or use adamw": (
             package in _EXTRAS and find_spec(package) is None
         ),
-        "is not run by the executor; use adamw or muon": package == "adam_mini",
+        "is not run by the executor; use adamw or muon": package not in ("torch", "simplan", *_EXTRAS),
         "has states in CUDA's managed memory; use the one without paged_, or CUDA devices": (
             OPTIMIZERS[name].is_paged and not on_cuda
         ),

@@ -256,8 +256,11 @@ class Job:
 
 def with_objective(model: ModelSpec, training: TrainingSpec, software: SoftwareSpec) -> tuple[ModelSpec, SoftwareSpec]:
     """Model and framework of a training run, the model with the head of its task, the framework with its states."""
-    if model.objective != training.objective:
-        model = model.model_copy(update={"objective": training.objective})
+    objective = training.objective
+    if model.trains_nothing and objective == "divergence":  # the reference gives logits, and has no loss
+        objective = "logits"
+    if model.objective != objective:
+        model = model.model_copy(update={"objective": objective})
     of_preferences = training.is_of_preferences
     trains_adapters = of_preferences and model.lora_rank > 0
     sequences = training.sequences_per_sample if of_preferences else 0

@@ -92,15 +92,16 @@ class OptimizerDtypes(Spec):
     )
 
 
-Task = Literal["pretrain", "sft", "lora", "dpo", "kto", "orpo", "simpo", "reward"]
-"""Purpose of a run; the last five train on preferences."""
+Task = Literal["pretrain", "sft", "lora", "dpo", "kto", "orpo", "simpo", "reward", "asft"]
+"""Purpose of a run; the last six have losses of their own, five of them on preferences."""
 Reference = Literal["adapters_off", "second_model", "precomputed", "none"]
 ForwardPassName = Literal["mismatched", "mismatched reference", "reference"]
-PREFERENCE_TASKS: tuple[Task, ...] = ("dpo", "kto", "orpo", "simpo", "reward")
-REFERENCE_TASKS: tuple[Task, ...] = ("dpo", "kto")
+PREFERENCE_TASKS: tuple[Task, ...] = ("dpo", "kto", "orpo", "simpo", "reward", "asft")
+"""Tasks of preference training, and asft, whose loss is no cross-entropy alone either."""
+REFERENCE_TASKS: tuple[Task, ...] = ("dpo", "kto", "asft")
 """Tasks whose loss compares the model with a reference model."""
 PAIRED_TASKS: tuple[Task, ...] = ("dpo", "orpo", "simpo", "reward")
-_OBJECTIVES: Mapping[str, Objective] = {"orpo": "odds_ratio", "reward": "score"}
+_OBJECTIVES: Mapping[str, Objective] = {"orpo": "odds_ratio", "reward": "score", "asft": "divergence"}
 
 
 class PreferenceSpec(Spec):
@@ -154,15 +155,21 @@ class TrainingSpec(Spec):
         fp8_recipe: FP8 scaling recipe; None for per-tensor scaling (``tensorwise``), and for other precisions.
         optimizer: Optimizer; ``simplan.training`` has its states, traffic and norms.
         optimizer_dtypes: Types of Adam's states; None for those of the framework.
+        optimizer_rank: Rank to which GaLore or APOLLO projects the gradients of matrices; None for other optimizers.
         fused_optimizer: One kernel reads and writes all tensors of a step; false for torch's ``foreach``, a sequence of
             kernels, which for Adam needs a tensor as large as all parameters of the rank. None for fused where there is
             such a kernel, which is all except LARS and LAMB.
+        optimizer_in_backward: A hook updates each parameter as soon as backward has its gradient, which is freed then
+            (torch's ``register_post_accumulate_grad_hook``; torchtune's ``optimizer_in_bwd``, layerwise optimizers of
+            transformers and LLaMA-Factory).
         clip_grad_norm: Norm to which gradients of the full model are scaled if theirs is larger; None for no clipping.
         task: Purpose of the run. ``pretrain`` trains all weights, ``lora`` the adapters of ``ModelSpec.lora_rank``.
             ``sft`` computes the same as ``pretrain``: tokens of prompts and padding are masked in the loss, but their
             logits are computed. ``dpo``, ``orpo``, ``simpo`` and ``reward`` train on pairs of a chosen and a rejected
-            sequence, ``kto`` on single ones, all weights or, with ``ModelSpec.lora_rank``, adapters.
-        preference: Reference model of ``dpo`` and ``kto``; None for its defaults.
+            sequence, ``kto`` on single ones, all weights or, with ``ModelSpec.lora_rank``, adapters. ``asft`` is
+            anchored supervised fine-tuning (Zhu et al. 2025, arXiv:2509.23753): next to the cross-entropy, the
+            divergence of the model's distribution of every token from that of a reference model.
+        preference: Reference model of ``dpo``, ``kto`` and ``asft``; None for its defaults.
         base_weights: Frozen linear layers below adapters in few bits (QLoRA); None for weights of the usual width.
         fake_quantization: Simulated quantization of linear layers (quantization-aware training); None for none.
         backup_workers: Data-parallel replicas whose gradients a step drops: it goes on when all but these have arrived
@@ -190,22 +197,29 @@ class TrainingSpec(Spec):
     optimizer_dtypes: OptimizerDtypes | None = Field(
         None, description="types of Adam's states in Megatron's precision-aware optimizer, or BF16 in torchtitan"
     )
+    optimizer_rank: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
+        None, description="rank of the gradients that galore_adamw, galore_adamw_8bit or apollo_adamw have states of"
+    )
     fused_optimizer: bool | None = Field(
         None, description="one kernel for the update; false for torch's foreach; default: where such a kernel exists"
+    )
+    optimizer_in_backward: bool = Field(
+        False, description="update each parameter in backward, as soon as its gradient is there, and free the gradient"
     )
     clip_grad_norm: Positive | None = Field(None, description="maximum norm of the gradients of the model")
     task: Task = Field(
         "pretrain",
         description=(
             "lora trains adapters of model.lora_rank only; sft computes the same as pretrain; dpo, orpo, simpo and "
-            "reward train on pairs, kto on single examples, all weights or adapters"
+            "reward train on pairs, kto on single examples, all weights or adapters; asft adds the divergence from a "
+            "reference model to the loss of sft"
         ),
     )
     preference: Annotated[PreferenceSpec | None, BeforeValidator(_of_reference)] = Field(
         None,
         description=(
-            "reference model of dpo and kto: adapters_off, second_model or precomputed, or a mapping of reference, "
-            "reference_sharded and reference_dtype"
+            "reference model of dpo, kto and asft: adapters_off, second_model or precomputed, or a mapping of "
+            "reference, reference_sharded and reference_dtype"
         ),
     )
     base_weights: Annotated[BaseWeights | None, BeforeValidator(_of_format)] = Field(

@@ -99,6 +99,21 @@ def zero_gradients(parameters: Iterable[nn.Parameter], *, drop: bool = False) ->
         parameter.grad = None
 
 
+def update_in_backward(parameters: Sequence[nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Makes backward update each parameter, by an optimizer of its own, and free its gradient.
+
+    As torchtune's ``register_optim_in_bwd_hooks`` (``training/memory.py``); FSDP2 calls hooks of shards with reduced
+    gradients.
+    """
+    for parameter, optimizer in zip(parameters, optimizers, strict=True):
+
+        def update(parameter: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            parameter.grad = None
+
+        parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
+
+
 def make_optimizer(
     update: UpdateName,
     parameters: Any,

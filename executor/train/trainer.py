@@ -32,7 +32,7 @@ from executor.profiling.recorder import Recorder
 from executor.train.data import in_pairs, input_shape, model_batch
 from executor.train.loop import LoopEngine
 from executor.train.loss import cross_entropy, loss_in_chunks, split_loss
-from executor.train.optimizers import ShardGroups, make_optimizer, zero_gradients
+from executor.train.optimizers import ShardGroups, make_optimizer, update_in_backward, zero_gradients
 from simplan.model.captured.units import blocks_in_root
 from simplan.model.families import FAMILIES
 from simplan.model.layer import LayerKind
@@ -109,6 +109,8 @@ class Trainer:
         self._sharded_optimizer: ShardedOptimizer | None = None
         self._compression = self._make_compression()
         self.optimizers = self._make_optimizers(parameters)
+        if job.training.optimizer_in_backward:
+            update_in_backward(parameters, self.optimizers)
         self._clipper = self._make_clipper(parameters)
         self._outer = self._make_outer(parameters)
         self.replicas: FirstReplicas | None = None
@@ -209,7 +211,7 @@ class Trainer:
         if self._boundaries is not None:
             self._boundaries.begin()
         with self._recorder.span(self._optim_action):
-            for optimizer in self.optimizers:
+            for optimizer in self.optimizers if not self._job.training.optimizer_in_backward else ():
                 optimizer.step()
             zero_gradients(self._parameters, drop=self._drops_gradients)
             if self._boundaries is not None:
@@ -398,6 +400,8 @@ class Trainer:
         experts = [e for stage in self.stages.values() for e in expert_parameters(stage, self._layers)]
         ids = {id(expert) for expert in experts}
         others = [parameter for parameter in parameters if id(parameter) not in ids]
+        if job.training.optimizer_in_backward:
+            return [make([parameter]) for parameter in parameters]
         if plan.shards_optimizer_only:
             from executor.distributed.zero import ShardedOptimizer
 

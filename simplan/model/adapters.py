@@ -227,7 +227,7 @@ def _operators(layer: LayerSpec, training: _Training, *, flows: bool) -> tuple[l
         if isinstance(kernel, Gemm) and rank and (kernel.num_groups > 1 or Role.GATING in operator.roles):
             operators = list(_merged(operator, kernel, rank, propagates=brings))
         elif isinstance(kernel, Gemm) and rank and training.oft:
-            operators = list(_rotated(operator, kernel, rank, propagates=brings))
+            operators = list(rotated(operator, kernel, rank, propagates=brings))
         elif isinstance(kernel, Gemm) and rank and training.dora:
             operators = list(_with_magnitude(operator, kernel, rank, propagates=brings))
         elif isinstance(kernel, Gemm):
@@ -319,7 +319,7 @@ _ROTATION = OperandKernels((116, 193), None, (16, 26), (0, 0))
 """Bytes per element of R and kernels that make it, as torch dispatches them under autocast."""
 
 
-def _rotated(operator: Operator, kernel: Gemm, size: int, *, propagates: bool) -> Iterator[Operator]:
+def rotated(operator: Operator, kernel: Gemm, size: int, *, propagates: bool) -> Iterator[Operator]:
     """A frozen matrix whose input blocks of ``size`` rotate: R, the copies of the input, and a batched matmul."""
     name, m, k, source, roles = kernel.name, kernel.m, kernel.k, operator.reads[0], operator.roles | {Role.ADAPTER}
     elements = k * size

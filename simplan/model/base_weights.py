@@ -45,7 +45,9 @@ class BaseWeights(Spec):
     """
 
     format: WeightFormatName = Field(
-        description="nf4 and fp4 (4 bits, bitsandbytes or torchao), int8 (LLM.int8), fp8, gptq_int4, awq_int4"
+        description=(
+            "nf4 and fp4 (4 bits, bitsandbytes or torchao), int8 (LLM.int8), fp8, gptq_int4, awq_int4, aqlm_2bit (1x16)"
+        )
     )
     double_quantization: bool = Field(
         False, description="scales of nf4 and fp4 are quantized to 8 bits as well, with a scale per 256 of them"

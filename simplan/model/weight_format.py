@@ -7,6 +7,8 @@ Sources, called by these names below:
   2022 (arXiv:2208.07339) for LLM.int8
 - torchao: torchao 0.18.0, quantization/quantize_/workflows/nf4/nf4_tensor.py
 - GPTQ, AWQ: AutoGPTQ's and AutoAWQ's packed linear layers (qweight, qzeros, scales; GPTQ also g_idx)
+- AQLM: aqlm 1.1.7, inference.py (QuantizedLinear) and inference_kernels/cuda_kernel.py (code1x16_matmat_dequant);
+  Egiazarian et al. 2024 (arXiv:2401.06118)
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-WeightFormatName = Literal["nf4", "fp4", "int8", "fp8", "gptq_int4", "awq_int4"]
+WeightFormatName = Literal["nf4", "fp4", "int8", "fp8", "gptq_int4", "awq_int4", "aqlm_2bit"]
 WeightLibrary = Literal["bitsandbytes", "torchao"]
 WeightStorage = Literal["uint8", "bf16", "fp16", "fp32"]
 
 FOUR_BITS: tuple[WeightFormatName, ...] = ("nf4", "fp4", "gptq_int4", "awq_int4")
+PREQUANTIZED: tuple[WeightFormatName, ...] = ("gptq_int4", "awq_int4", "aqlm_2bit")
+"""Formats of checkpoints whose weights were quantized before."""
 BLOCK_SIZE = 64
 """Elements per scale of bitsandbytes' and torchao's 4-bit formats."""
 SCALES_PER_BLOCK = 256
@@ -209,6 +213,11 @@ def weight_format(
         return replace(wide, element_bits=8, row_bytes=4, keeps_input=True, quantizes_input=True)
     if name == "fp8":  # one FP32 scale per weight
         return replace(wide, element_bits=8, tensor_bytes=4, shards_scales=True)
+    if (
+        name == "aqlm_2bit"
+    ):  # 16 bits per group of 8 inputs, which name one of the 65,536 vectors of a table; row scales
+        table = 2**16 * 8 * width
+        return replace(wide, element_bits=2, row_bytes=width, tensor_bytes=table, storage_bytes=2, keeps_input=True)
     # a 16-bit scale and a 4-bit zero per group of inputs; GPTQ also the group of each input in INT32
     levels = ((2, block_size), (1, 2 * block_size))
     packed = replace(wide, scales=levels, storage_bytes=4, shards_scales=True)

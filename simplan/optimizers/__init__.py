@@ -11,9 +11,11 @@ from simplan.optimizers.table import (
     OptimizerName,
     UpdateName,
     newton_schulz_products,
+    projection_products,
 )
 
 __all__ = [
     "LAYERWISE", "OPTIMIZERS", "REFUSED_WORDS", "UPDATES", "OptimizerFacts", "OptimizerName", "Situation",
     "StateFormat", "StoredTensor", "UpdateName", "Widths", "newton_schulz_products",
+    "projection_products",
 ]  # fmt: skip

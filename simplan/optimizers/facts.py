@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Package = Literal["torch", "simplan", "bitsandbytes", "torchao", "transformers", "adam_mini"]
+Package = Literal[
+    "torch", "simplan", "bitsandbytes", "torchao", "transformers", "adam_mini", "galore_torch", "apollo_torch", "badam"
+]
 """Library that has the optimizer; ``simplan`` for the executor's own, where torch has none."""
 Situation = Literal["fsdp2", "tp", "ep", "experts", "on_host", "no_cuda", "replication"]
 """Property of a job under which an optimizer may not work; ``simplan.rules.optimizers`` decides which a job has."""
@@ -41,12 +43,14 @@ class Widths(NamedTuple):
         moment, second_moment: States as wide as the framework has them.
         parameter: Weights.
         trainer: Hugging Face's Trainer makes the optimizer.
+        rank: Rank of projected gradients; 0 for none.
     """
 
     moment: int
     second_moment: int
     parameter: int
     trainer: bool = False
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,8 @@ class StateFormat:
         factored: Tensors of two or more dimensions have one number per row and one per column.
         by_row: Tensors of two or more dimensions have one number per row, others one.
         paged_elements: Tensors with at least as many elements are in managed memory; 0 for none.
+        projected: Of matrices, the state is that of the projected ``gradient``, as long as the longer side, or the
+            ``projection`` itself, as long as the shorter one; empty for a state of the tensor.
     """
 
     element_bytes: float = 0.0
@@ -77,6 +83,7 @@ class StateFormat:
     factored: bool = False
     by_row: bool = False
     paged_elements: int = 0
+    projected: Literal["", "gradient", "projection"] = ""
 
     def num_bytes(self, tensor: StoredTensor, wide_bytes: int, widths: Widths) -> int:
         """Bytes of the state of a tensor.
@@ -84,6 +91,8 @@ class StateFormat:
         Args:
             wide_bytes: Bytes per element of a state of the framework.
         """
+        if self.projected and widths.rank:
+            tensor = tensor._replace(shape=_projected(tensor.shape, widths.rank, of=self.projected))
         number = tensor.num_elements
         each = self.element_bytes or wide_bytes
         if self.by_row:
@@ -107,7 +116,7 @@ class StateFormat:
 
     def least_bytes(self, wide_bytes: int, widths: Widths) -> float:
         """Lower bound of the bytes per element, over all tensors."""
-        if self.factored or self.by_row:
+        if self.factored or self.by_row or self.projected:
             return 0.0
         each = self.element_bytes or wide_bytes
         return min(each + 4 / self.block, self.otherwise_bytes or widths.parameter) if self.block else each
@@ -118,6 +127,13 @@ class StateFormat:
         return (
             number < self.least_elements or uneven or (self.wide_embeddings and widths.trainer and tensor.is_embedding)
         )
+
+
+def _projected(shape: tuple[int, ...], rank: int, *, of: str) -> tuple[int, ...]:
+    """Shape of a matrix's gradient after its projection along the shorter side, or that of the projection."""
+    *stack, rows, columns = shape
+    side = max(rows, columns) if of == "gradient" else min(rows, columns)
+    return (*stack, side, min(rank, rows, columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +186,9 @@ class OptimizerFacts:
         synchronizes: With ``by_tensor``, the host waits for the device after every tensor.
         temporaries: With ``by_tensor``, temporaries of the largest tensor; None for none.
         orthogonalizes: Updates of matrices of blocks are orthogonalized.
+        updates_copies: The framework's weights stay as they are, and FP32 copies of the trained ones are updated.
+        projects_back: The update of a projected gradient is projected back.
+        note: Sentence on what a prediction leaves out; empty for none.
         others: Optimizer of the tensors that are no matrices of blocks; None for the same.
         gathers: Tensors that ranks all-gather under FSDP2: updates of ``matrices`` of blocks, or gradients and weights
             of ``all``; empty for none.
@@ -190,6 +209,9 @@ class OptimizerFacts:
     synchronizes: bool = False
     temporaries: Temporaries | None = None
     orthogonalizes: bool = False
+    updates_copies: bool = False
+    projects_back: bool = False
+    note: str = ""
     others: OptimizerFacts | None = None
     gathers: Literal["", "matrices", "all"] = ""
     refused_under: Mapping[Situation, tuple[str, str]] | None = None
@@ -199,6 +221,19 @@ class OptimizerFacts:
     def num_states(self) -> int:
         """Tensors stored per parameter."""
         return len(self.states)
+
+    @property
+    def projects(self) -> bool:
+        """True if states are those of projected gradients of matrices."""
+        return any(state.projected for state in self.states)
+
+    def scratch_bytes(self, tensor: StoredTensor, widths: Widths) -> int:
+        """Bytes of temporaries of the update of one tensor alone."""
+        if self.others is not None and not tensor.is_matrix:
+            return self.others.scratch_bytes(tensor, widths)
+        if not self.by_tensor:
+            return self.num_temporaries * tensor.num_elements * widths.moment
+        return 0 if self.temporaries is None else self.temporaries.num_bytes(tensor, widths)
 
     @property
     def is_paged(self) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from simplan.optimizers.facts import OptimizerFacts, Situation, StateFormat, Temporaries
+from simplan.optimizers.facts import OptimizerFacts, Package, Situation, StateFormat, Temporaries
 
 OptimizerName = Literal[
     "adam",
@@ -34,6 +34,10 @@ OptimizerName = Literal[
     "paged_lion_32bit",
     "muon",
     "adam_mini",
+    "galore_adamw",
+    "galore_adamw_8bit",
+    "apollo_adamw",
+    "badam",
 ]
 _Foreach = Literal["adam_foreach", "adamw_foreach", "sgd_foreach", "sgd_momentum_foreach"]
 UpdateName = OptimizerName | _Foreach
@@ -131,6 +135,62 @@ def _of_torchao(kind: str, state: StateFormat) -> OptimizerFacts:
         software=_WITH_TORCHAO,
     )
 
+
+_OF_PROJECTIONS: Mapping[Situation, tuple[str, str]] = {
+    **_ONE_BY_ONE,
+    "fsdp2": ("projects whole matrices, and FSDP2 leaves shards", "use zero_stage = 0"),
+    "tp": (_SPLIT[0].format("tensor parallelism"), _SPLIT[1]),
+    "ep": (_SPLIT[0].format("expert parallelism"), "use ep = 1"),
+    "experts": (
+        "takes nn.Linear's matrices, and experts are one tensor of three dimensions",
+        "use adamw, or a model without experts",
+    ),
+    "on_host": _ON_HOST,
+}
+
+
+def _of_projections(
+    kind: str,
+    package: Package,
+    state: StateFormat,
+    streamed_bytes: int,
+    temporaries: Temporaries,
+    host_calls: int,
+    *,
+    projects_back: bool,
+    synchronizes: bool,
+    note: str = "",
+) -> OptimizerFacts:
+    """AdamW whose states of matrices of blocks are those of gradients of a low rank.
+
+    Other tensors have an AdamW of single operations, with a root and an update as temporaries
+    (``galore_torch/adamw.py``, ``apollo_torch/apollo.py``), or that of bitsandbytes.
+    """
+    moment = replace(state, projected="gradient")
+    others = OptimizerFacts((state, state), 64, by_tensor=True, temporaries=Temporaries(8, 4))
+    if state.block:
+        others = OptimizerFacts((state, state), 16, by_tensor=True)
+    return OptimizerFacts(
+        (moment, moment, StateFormat(projected="projection")),
+        streamed_bytes,
+        package=package,
+        kind=kind,
+        like="adamw",
+        by_tensor=True,
+        host_calls=host_calls,
+        synchronizes=synchronizes,
+        temporaries=temporaries,
+        projects_back=projects_back,
+        note=note,
+        others=others,
+        refused_under=_OF_PROJECTIONS,
+        software=("torch", "accelerate", "transformers"),
+    )
+
+
+# copies of the gradient in FP32 (torch copies the argument of an SVD), and both factors
+_OF_SVD = Temporaries(8, 12, square_bytes=4, of_matrices=True)
+_SVD = "the SVD of every matrix, each 200 steps by default, takes minutes of a large model and is in no step time"
 
 OPTIMIZERS: dict[OptimizerName, OptimizerFacts] = {
     # in fused kernels all read weight and gradient, write the weight and zero the gradient; a state is read and written
@@ -234,11 +294,54 @@ OPTIMIZERS: dict[OptimizerName, OptimizerFacts] = {
         },
         software=("torch", "accelerate", "transformers"),
     ),
+    # galore-torch 1.0: the update of full rank, scaled and added; in 8 bits also a clone of the weight
+    "galore_adamw": _of_projections(
+        "GaLoreAdamW", "galore_torch", _WIDE, 20, _OF_SVD, 14, projects_back=True, synchronizes=False, note=_SVD
+    ),
+    "galore_adamw_8bit": _of_projections(
+        "GaLoreAdamW8bit", "galore_torch", _BNB_8BIT, 28, _OF_SVD, 16, projects_back=True, synchronizes=True, note=_SVD
+    ),
+    # apollo-torch 1.0.3: a gradient scaled by channels, its norm, the limiter's copy, its scale, and added; max() of a
+    # scalar on the device
+    "apollo_adamw": _of_projections(
+        "AdamW",
+        "apollo_torch",
+        _WIDE,
+        40,
+        Temporaries(8, 4, of_matrices=True),
+        24,
+        projects_back=False,
+        synchronizes=True,
+    ),
+    # badam 1.4, block_optim.py, step_single_gpu: torch's AdamW of FP32 copies, to which gradients are upcast and from
+    # which weights are copied
+    "badam": OptimizerFacts(
+        (_WIDE, _WIDE),
+        32 + 12,
+        package="badam",
+        kind="BlockOptimizer",
+        like="adamw",
+        updates_copies=True,
+        note=(
+            "badam trains the blocks in turn, 50 steps each by default: the step is that of the block that "
+            "model.frozen leaves; backward ends at it, so the first block has the longest step and the largest peak"
+        ),
+        refused_under={
+            **_ONE_BY_ONE,
+            "fsdp2": ("changes which weights are trained, and FSDP2 does not follow", "use zero_stage = 0"),
+            "tp": ("is not modeled yet with tensor parallelism", "use tp = 1"),
+            "ep": ("is not modeled yet with expert parallelism", "use ep = 1"),
+            "on_host": _ON_HOST,
+        },
+        software=("torch", "accelerate", "transformers"),
+    ),
 }
 """Optimizers by name: SGD (with momentum 0.9), Adam (Kingma and Ba 2015), AdamW (Loshchilov and Hutter 2019), LARS (You
 et al. 2017, arXiv:1708.03888), LAMB (You et al. 2020, arXiv:1904.00962), 8-bit optimizers (Dettmers et al. 2022,
 arXiv:2110.02861), Adafactor (Shazeer and Stern 2018, arXiv:1804.04235), Lion (Chen et al. 2023, arXiv:2302.06675), Muon
-(Jordan et al. 2024; Liu et al. 2025, arXiv:2502.16982), Adam-mini (Zhang et al. 2024, arXiv:2406.16793)."""
+(Jordan et al. 2024; Liu et al. 2025, arXiv:2502.16982), Adam-mini (Zhang et al. 2024, arXiv:2406.16793), GaLore
+(Zhao et al. 2024, arXiv:2403.03507), APOLLO (Zhu et al. 2024, arXiv:2412.05270), BAdam (Luo et al. 2024,
+arXiv:2404.02827)."""
 
 UPDATES: dict[UpdateName, OptimizerFacts] = dict[UpdateName, OptimizerFacts](OPTIMIZERS.items()) | {
     # torch 2.13, optim/sgd.py: weight += gradient, or momentum *= and += before it
@@ -271,3 +374,15 @@ def newton_schulz_products(shape: Sequence[int]) -> tuple[tuple[tuple[int, int, 
     m, n = sorted(shape[-2:])
     number = NEWTON_SCHULZ_STEPS * math.prod(shape[:-2])
     return ((m, m, n), number), ((m, m, m), number), ((m, n, m), number)
+
+
+def projection_products(shape: Sequence[int], rank: int) -> tuple[tuple[tuple[int, int, int], int], ...]:
+    """Matmuls that project the gradient of a matrix to a rank, and an update back, as in ``newton_schulz_products``.
+
+    The gradient is projected along the shorter side (galore-torch 1.0, ``galore_projector.py``, ``proj_type`` std).
+
+    >>> projection_products((64, 16), 4)
+    (((64, 4, 16), 1), ((64, 16, 4), 1))
+    """
+    n, m = sorted(shape[-2:])
+    return ((m, min(rank, n), n), 1), ((m, n, min(rank, n)), 1)

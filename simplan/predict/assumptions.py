@@ -101,6 +101,8 @@ def _of_plan(job: Job) -> Iterator[str]:
             "fp16: of the loss scaler are not modeled its pass over the gradients of a rank (8 bytes each, read and "
             "written once a step) and steps that it skips"
         )
+    if note := OPTIMIZERS[training.optimizer].note:
+        yield note
     for kind, algorithm in unused_collectives(job) if plan.collectives is not None else ():
         name = kind.replace("_", "-")
         yield f"the plan has no {name}: no effect of plan.collectives.{kind} = {algorithm}"
@@ -122,6 +124,8 @@ def _of_preferences(job: Job) -> Iterator[str]:
     if passes:
         what = "the forward" if passes == 1 else f"the {passes} forwards"
         yield f"MFU counts {what} without gradients of every sequence, and tokens/s do not"
+    if job.model.captured is not None:
+        yield "the loss in the capture, a cross-entropy of all tokens, stands for the log-probabilities of sequences"
     if job.reference == "precomputed":
         yield "the pass over the data that computes the reference's log-probabilities is before training, in no step"
     if training.task == "kto":

@@ -50,6 +50,8 @@ _COULD_NOT_BE: tuple[Rule, ...] = (
     cluster.background_traffic, cluster.background_jobs, cluster.stragglers_of_cluster, cluster.slow_links_of_topology,
     cluster.jitter_of_cluster,
     cluster.devices, cluster.precision_of_cpus, training.recipe_of_fp8,
+    optimizers.rank_of_projections, optimizers.blocks_of_badam,
+    training.gradients_used_in_backward,
     training.pure_bf16_of_bf16, training.cuda_graphs_of_torchtitan,
     training.microbatch_sizes_of_ranks, training.batch_divides, mixed.libraries_of_nodes,
     cluster.placement_of_all_axes, cluster.placement_of_all_ranks, cluster.placement_of_experts,
@@ -105,6 +107,7 @@ _NOT_MODELLED: tuple[Rule, ...] = (
     mixed.microbatch_sizes_modelled,
     optimizers.optimizer_of_software, optimizers.optimizer_of_plan, optimizers.pages_of_cuda,
     optimizers.dtypes_of_states,
+    training.optimizer_in_backward_modelled,
     training.fused_optimizer_of_torch, training.layerwise_optimizer_modelled, training.norms_modelled,
     training.low_precision_modelled, schedule.split_backward_in_low_precision, schedule.split_backward_compiled,
     sharding.offload_compiled,
@@ -138,7 +141,9 @@ _ABOUT: Mapping[ModuleType, Callable[[Job], bool]] = MappingProxyType(
         ),
         mixed: lambda job: bool(job.cluster.node_groups) or job.plan.microbatch_sizes is not None,
         optimizers: lambda job: (
-            OPTIMIZERS[job.training.optimizer].refused_under is not None or job.training.optimizer_dtypes is not None
+            OPTIMIZERS[job.training.optimizer].refused_under is not None
+            or job.training.optimizer_dtypes is not None
+            or job.training.optimizer_rank is not None
         ),
         parallel: lambda job: (
             job.plan.tp > 1 or job.plan.cp > 1 or job.plan.sequence_parallel or job.plan.cp_comm != "ring"

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from simplan.errors import Problem
 from simplan.job import Job
+from simplan.model.layer import LayerKind
 from simplan.optimizers import OPTIMIZERS, Situation
 from simplan.rules.rule import problem_of, rule, unmodelled
 from simplan.wording import either
@@ -92,6 +93,35 @@ def dtypes_of_states(job: Job) -> Iterator[Problem]:
         rule, fix = f"is not modeled yet with training.precision = {training.precision}", "use bf16"
     if rule:
         yield Problem(field=_DTYPES, value=f"{{{given}}}", rule=rule, fix=fix)
+
+
+@rule("a rank of projected gradients is of GaLore and APOLLO")
+def rank_of_projections(job: Job) -> Iterator[Problem]:
+    rank, name = job.training.optimizer_rank, job.training.optimizer
+    projects = OPTIMIZERS[name].projects
+    if rank is None and projects:
+        sentence = f"is needed by {name}, which projects gradients to this rank"
+        yield problem_of(job, "training.optimizer_rank", sentence, "use 128, or adamw", value="none")
+    elif rank is not None and not projects:
+        known = [each for each, facts in OPTIMIZERS.items() if facts.projects]
+        sentence = f"is of optimizers with projected gradients, and {name} is none"
+        yield problem_of(job, "training.optimizer_rank", sentence, f"remove it, or use {either(known)}")
+
+
+@rule("BAdam trains one block at a time, in processes that do not average gradients", reads="dp_replicate dp_shard cp")
+def blocks_of_badam(job: Job) -> Iterator[Problem]:
+    """Badam 1.4; LLaMA-Factory, ``hparams/parser.py``: several processes need DeepSpeed's ZeRO-3."""
+    if job.training.optimizer != "badam":
+        return
+    trained = [layer for layer in job.model.layers if any(not each.frozen for each in layer.parameters)]
+    if len(trained) != 1 or trained[0].kind is not LayerKind.BLOCK:
+        sentence = f"must leave one block to badam, and leaves {len(trained)} layers"
+        last = job.model.num_blocks - 1
+        fix = f'use ["embedding", "head", "blocks.1-{last}"], which leaves the first block'
+        yield problem_of(job, "model.frozen", sentence, fix, value="" if not job.model.frozen else None)
+    if job.plan.num_averaging > 1:
+        sentence = "trains by several processes with DeepSpeed's ZeRO-3 only, which is not modeled yet"
+        yield problem_of(job, "training.optimizer", sentence, "use one device")
 
 
 @unmodelled("paged states need CUDA", reads_cluster=True)

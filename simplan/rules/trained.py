@@ -19,7 +19,7 @@ from simplan.model.layer import Gemm, LayerKind, LayerSpec, Role
 from simplan.model.low_precision import LowPrecision
 from simplan.model.model import ModelSpec
 from simplan.model.module_names import PartName, matrices, modules, part_name
-from simplan.model.weight_format import FOUR_BITS, SCALES_PER_BLOCK
+from simplan.model.weight_format import FOUR_BITS, PREQUANTIZED, SCALES_PER_BLOCK
 from simplan.plan.shard import Shard
 from simplan.rules.rule import not_modelled, problem_of, rule, unmodelled
 from simplan.training import PREFERENCE_TASKS, REFERENCE_TASKS
@@ -205,7 +205,9 @@ def gradients_of_frozen_inputs(job: Job) -> Iterator[Problem]:
     elif job.model.input_require_grads and job.model.captured is not None:
         if not job.model.captured.input_embeddings:
             what = f"is about input embeddings, and {job.model.captured.name} names none"
-            yield problem_of(job, "model.input_require_grads", what, "remove it, or capture a model of transformers again")
+            yield problem_of(
+                job, "model.input_require_grads", what, "remove it, or capture a model of transformers again"
+            )
         elif not job.model.lora_rank:
             what = "is not modeled yet with frozen parts of a captured module"
             yield problem_of(job, "model.input_require_grads", what, "remove it")
@@ -320,7 +322,6 @@ def rotations_modelled(job: Job) -> Iterator[Problem]:
         "with model.lora_rank_pattern": bool(model.lora_rank_pattern),
         "of the head or the embedding": not _ENDS.keys().isdisjoint(model.lora_targets),
         "of experts": model.num_experts > 0,
-        "of a captured module": model.captured is not None,
         "with tensor parallelism": job.plan.tp > 1,
     }
     for what in (what for what, is_so in whats.items() if is_so):
@@ -408,7 +409,7 @@ def base_weights_of_format(job: Job) -> Iterator[Problem]:
     size = base.block_size
     if size is None:
         return
-    if base.format in ("int8", "fp8"):
+    if base.format not in FOUR_BITS:
         sentence = f"is of formats with 4 bits, and training.base_weights.format = {base.format}"
         yield _of_base("block_size", size, sentence, "remove it")
     elif not _MIN_BLOCK <= size <= _MAX_BLOCK or size & (size - 1):
@@ -432,7 +433,7 @@ def base_weights_of_shards(job: Job) -> Iterator[Problem]:
     if base.format == "int8":
         sentence = f"cannot be sharded: FSDP and ZeRO-3 take quantized weights of 4 bits only, and {shards}"
         yield _of_base("format", base.format, sentence, f"use format: nf4, or {whole}")
-    elif base.format in ("gptq_int4", "awq_int4"):
+    elif base.format in PREQUANTIZED:
         sentence = f"cannot be sharded: LLaMA-Factory refuses weights that were quantized before with {shards}"
         yield _of_base("format", base.format, sentence, f"use format: nf4 with storage: bf16, or {whole}")
     elif base.format in ("nf4", "fp4") and base.library != "torchao":
@@ -506,7 +507,7 @@ def base_weights_of_splits(job: Job) -> Iterator[Problem]:
 )
 def base_weights_divide(job: Job) -> Iterator[Problem]:
     base, plan = job.training.base_weights, job.plan
-    if base is None or (base.library != "torchao" and base.format not in FOUR_BITS[2:]):
+    if base is None or (base.library != "torchao" and base.format not in PREQUANTIZED):
         return
     size = base.elements_per_scale
     for layer in {*job.software.layers_of(job.model, plan, job.training)}:
@@ -637,18 +638,19 @@ def keys_of_second_model(job: Job) -> Iterator[Problem]:
         yield _of_preference(job, "reference_dtype", sentence, "remove it, or use training.precision = bf16")
 
 
-@rule("reward models have a head of one score, which is trained")
+@rule("reward models have a head of one score, which is trained, and asft compares all logits")
 def head_of_scores(job: Job) -> Iterator[Problem]:
-    model = job.model
-    if job.training.task != "reward":
+    model, task = job.model, job.training.task
+    if task in ("reward", "asft") and job.software.loss != "whole":
+        why = "has no logits" if task == "reward" else "compares all of them with those of a reference"
+        sentence = f"computes logits in chunks, and training.task = {task} {why}"
+        yield problem_of(job, "software.loss", sentence, "use software.loss = whole")
+    if task != "reward":
         return
     for field in ("lora_targets", "lora_modules_to_save"):
         if "head" in getattr(model, field):
             sentence = "names the head, which training.task = reward replaces by a score that is always trained"
             yield problem_of(job, f"model.{field}", sentence, "remove head", value="head")
-    if job.software.loss != "whole":
-        sentence = "computes logits in chunks, and training.task = reward has no logits"
-        yield problem_of(job, "software.loss", sentence, "use software.loss = whole")
 
 
 @rule("logits next to a score are of reward models")
@@ -681,6 +683,12 @@ def second_model_on_host(job: Job) -> Iterator[Problem]:
         )
 
 
+def _has_loss_of_tokens(job: Job) -> bool:
+    """True for a captured model whose own loss reads log-probabilities of all tokens, as losses on preferences do."""
+    captured = job.model.captured
+    return captured is not None and captured.tokens > 0 and not captured.loss and job.training.objective == "tokens"
+
+
 @unmodelled(
     "preference training is not modeled for this model, software or plan", reads="tp cp pp ep offload_activations"
 )
@@ -688,9 +696,9 @@ def preferences_modelled(job: Job) -> Iterator[Problem]:
     training, model, plan, software = job.training, job.model, job.plan, job.software
     if not training.is_of_preferences:
         return
-    task = f"preference training (training.task = {training.task})"
+    task = f"preference training (training.task = {training.task})" if training.task != "asft" else "training.task asft"
     having = [name for name, each in FAMILIES.items() if "lora_rank" in each.fields and each.task == "next_token"]
-    if model.family not in having:
+    if model.family not in having and not _has_loss_of_tokens(job):
         yield not_modelled(job, "training.task", f"{task} of family {model.family}", f"use {either(having)}")
     if not software.trains_on_preferences:
         takes = [name for name in catalog.names("software") if catalog.software(name).trains_on_preferences]
@@ -706,7 +714,8 @@ def preferences_modelled(job: Job) -> Iterator[Problem]:
         what = f"a loss in chunks of tokens whose gradients forward computes, in {task},"
         yield not_modelled(job, "software.loss", what, fix)
     splits = {"pp": "a pipeline", "cp": "a sequence split over ranks", "ep": "experts split over ranks"}
-    splits |= {"tp": "a score split over ranks"} if training.task == "reward" else {}
+    whole_heads = {"reward": "a score split over ranks", "asft": "a vocabulary split over ranks"}
+    splits |= {"tp": whole_heads[training.task]} if training.task in whole_heads else {}
     for axis, what in splits.items():
         if getattr(plan, axis) > 1:
             yield not_modelled(job, f"plan.{axis}", f"{what} in {task}", "use 1, and dp_replicate or dp_shard")

@@ -125,6 +125,52 @@ def fused_optimizer_of_torch(job: Job) -> Iterator[Problem]:
         yield problem_of(job, "training.fused_optimizer", sentence, "leave it out")
 
 
+_IN_BACKWARD = "training.optimizer_in_backward"
+
+
+@rule(
+    "an optimizer in backward uses every gradient immediately: with one microbatch per step, and no global norm",
+    reads="microbatch_size microbatch_sizes dp",
+)
+def gradients_used_in_backward(job: Job) -> Iterator[Problem]:
+    """As in torchtune (recipes/full_finetune_distributed.py) and transformers (trainer_optimizer.py)."""
+    training, number = job.training, job.num_microbatches
+    if not training.optimizer_in_backward:
+        return
+    if number > 1:
+        sentence = f"is {number} microbatches of a step, and training.optimizer_in_backward uses the gradient of one"
+        fix = f"use {job.plan.sequences_per_microbatch}, or optimizer_in_backward: false"
+        yield problem_of(job, "training.global_batch_size", sentence, fix)
+    if training.clip_grad_norm is not None:
+        sentence = "is over before the norm of all gradients is known, which training.clip_grad_norm needs"
+        yield problem_of(job, _IN_BACKWARD, sentence, "leave out clip_grad_norm, or use false")
+
+
+@unmodelled(
+    "an optimizer in backward is modeled in torch, on one rank or where ranks shard parameters",
+    reads="pp tp ep dp zero_stage shards_parameters offload_optimizer replication compression",
+)
+def optimizer_in_backward_modelled(job: Job) -> Iterator[Problem]:
+    training, plan, software = job.training, job.plan, job.software
+    if not training.optimizer_in_backward:
+        return
+    facts, last = UPDATES[training.update], "or training.optimizer_in_backward: false"
+    axis = next((name for name in ("pp", "tp", "ep") if getattr(plan, name) > 1), "")
+    if not software.drops_gradients or software.per_rank_tensor_lists:
+        yield not_modelled(job, _IN_BACKWARD, f"it with {software.id}", "use software torch or accelerate, or false")
+    elif axis or plan.offload_optimizer:
+        field, usual = (f"plan.{axis}", "1") if axis else ("plan.offload_optimizer", "false")
+        yield not_modelled(job, field, f"{_IN_BACKWARD} with it", f"use {usual}, {last}")
+    elif plan.num_averaging > 1 and not plan.shards_parameters:
+        sentence = "lets hooks of training.optimizer_in_backward update every replica before gradients are averaged"
+        yield problem_of(job, "plan.zero_stage", sentence, f"use zero_stage = 3 with dp_shard (FSDP2), {last}")
+    elif plan.shards_parameters and (facts.gathers or facts.num_norms):
+        what = "an optimizer in backward for which ranks communicate"
+        yield not_modelled(job, "training.optimizer", what, f"use adamw, {last}")
+    elif training.backup_workers or plan.replication is not None or plan.compression is not None:
+        yield not_modelled(job, _IN_BACKWARD, "it with replicas that do not average all gradients", "use false")
+
+
 @unmodelled("an optimizer with norms of layers is not modeled with experts that ranks share out", reads="experts_apart")
 def layerwise_optimizer_modelled(job: Job) -> Iterator[Problem]:
     plan = job.plan

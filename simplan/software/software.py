@@ -19,7 +19,7 @@ from simplan.model.implementations.loss_in_chunks import ChunkedLoss, LossMode
 from simplan.model.layer import LayerSpec, ParameterSpec
 from simplan.model.low_precision import Fp8Recipe, Kept, LinearFormat, LowPrecision, QuantizedWeights, linear_format
 from simplan.model.weight_format import WeightLibrary
-from simplan.optimizers import OPTIMIZERS, OptimizerName, Widths
+from simplan.optimizers import OPTIMIZERS, OptimizerName, UpdateName, Widths
 from simplan.plan.plan import ParallelPlan, RecomputeModule
 from simplan.plan.shard import Shard
 from simplan.software.loading import CheckpointLoading, LoadingOption
@@ -120,6 +120,10 @@ class StateBytes(Spec):
             say; None otherwise. Belongs to one training run, not to the catalog.
         simulated: Simulated quantization of linear layers; None for none. Belongs to one training run, not to the
             catalog.
+        rank: Rank of the gradients of which GaLore or APOLLO has states; 0 for other optimizers. Belongs to one
+            training run, not to the catalog.
+        updated_by: Optimizer that updates unsharded weights in the middle of backward; None for one that runs after it.
+            Belongs to one training run, not to the catalog.
         moments: Each of Adam's states, where a run stores them in types of its own. Belongs to one training run, not to
             the catalog.
         gathers_experts: FSDP shards and all-gathers expert-parallel weights. Belongs to one plan, not to the catalog.
@@ -143,6 +147,8 @@ class StateBytes(Spec):
     linear: LinearFormat | None = Field(default=None, exclude=True)
     base: FrozenBase | None = Field(default=None, exclude=True)
     simulated: SimulatedLinears | None = Field(default=None, exclude=True)
+    rank: Natural = Field(default=0, exclude=True)
+    updated_by: UpdateName | None = Field(default=None, exclude=True)
     moments: tuple[Annotated[int, Field(le=8)], Annotated[int, Field(le=8)]] | None = Field(default=None, exclude=True)
     gathers_experts: bool = Field(default=False, exclude=True)
 
@@ -201,7 +207,7 @@ class StateBytes(Spec):
             trainer: See ``Widths``.
         """
         first, second = self.moments or (self.moment, self.moment)
-        return Widths(first, second, int(self.master) or self.parameter, trainer)
+        return Widths(first, second, int(self.master) or self.parameter, trainer, self.rank)
 
     def optimizer_bytes(self, optimizer: OptimizerName) -> float:
         """Bytes of optimizer states and master copy for one parameter, at least; exact unless they depend on shapes."""
@@ -698,6 +704,10 @@ class SoftwareSpec(Spec):
             moments = _STATE_BYTES[types.exp_avg], _STATE_BYTES[types.exp_avg_sq]
             # FP32 copies of BF16 weights are those weights and 16 bits more
             state = state.model_copy(update={"moments": moments, "master": min(state.master, 2)})
+        if OPTIMIZERS[training.optimizer].updates_copies:
+            state = state.model_copy(update={"master": 4, "moment": 4})
+        if training.optimizer_rank is not None:
+            state = state.model_copy(update={"rank": training.optimizer_rank})
         if self.holds_whole_weights(plan):
             whole = self.lora_state_bytes if self.of_adapters(training) else self.state_bytes
             state = state.model_copy(update={"flattened": whole[wide].flattened})  # type: ignore[index]
@@ -724,7 +734,11 @@ class SoftwareSpec(Spec):
 
     def _has_frozen_base(self, training: TrainingSpec) -> bool:
         """True if frozen weights, or adapters, are not as ``StateBytes`` says."""
-        return training.base_weights is not None or not self.autocast or (self.peft_adapters and self.of_adapters(training))
+        return (
+            training.base_weights is not None
+            or not self.autocast
+            or (self.peft_adapters and self.of_adapters(training))
+        )
 
     def _with_frozen_base(self, state: StateBytes, training: TrainingSpec, plan: ParallelPlan) -> StateBytes:
         """Widths with frozen weights in few bits, or without autocast."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shlex
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -550,7 +551,7 @@ BAD = {
         "sequences a microbatch has",
     ),
     "nvme": ('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}', ".json", "NVMe"),
-    "GaLore": ("per_device_train_batch_size: 1\noptim: galore_adamw_8bit\n", ".yaml", "other states"),
+    "AdEMAMix": ("per_device_train_batch_size: 1\noptim: ademamix_8bit\n", ".yaml", "other states"),
 }
 
 
@@ -769,12 +770,77 @@ OPTIMIZERS: dict[str, tuple[str, str]] = {
 }
 
 
-def test_adam_mini_of_llama_factory_is_read(tmp_path: Path) -> None:
-    """LLaMA-Factory at ff6d4d1, train/trainer_utils.py, create_custom_optimizer."""
+_LAYERWISE = {"training.optimizer_in_backward": True, "training.clip_grad_norm": None}
+FACTORY_RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "layerwise GaLore": (
+        f"{_ADAPTERS}full\npure_bf16: true\nuse_galore: true\ngalore_layerwise: true\ngalore_rank: 64\n",
+        1,
+        {"training.optimizer": "galore_adamw", "training.optimizer_rank": 64, **_LAYERWISE},
+    ),
+    "GaLore in 8 bits under DDP": (
+        f"{_ADAPTERS}full\nuse_galore: true\noptim: paged_adamw_8bit\n",
+        8,
+        {"training.optimizer": "galore_adamw_8bit", "training.optimizer_rank": 16, "training.clip_grad_norm": 1.0},
+    ),
+    "APOLLO of transformers": (
+        f"{_ADAPTERS}full\noptim: apollo_adamw_layerwise\noptim_target_modules: [attn, mlp]\noptim_args: rank=1\n",
+        1,
+        {"training.optimizer": "apollo_adamw", "training.optimizer_rank": 1, **_LAYERWISE},
+    ),
+    "Adam-mini": (f"{_ADAPTERS}full\nuse_adam_mini: true\n", 8, {"training.optimizer": "adam_mini"}),
+    "BAdam": (
+        f"{_ADAPTERS.replace('bf16: true', '')}full\nuse_badam: true\n",
+        1,
+        {
+            "training.optimizer": "badam",
+            "training.pure_bf16": True,
+            "training.precision": "bf16",
+            "model.frozen": ("embedding", "head", "blocks.1-27"),
+        },
+    ),
+    "BAdam that stays": (
+        f"{_ADAPTERS}full\nuse_badam: true\nbadam_switch_mode: fixed\nbadam_start_block: 27\n",
+        1,
+        {"model.frozen": ("embedding", "head", "blocks.0-26")},
+    ),
+    "mcore_adapter": (
+        f"{_ADAPTERS}full\ntensor_model_parallel_size: 2\npipeline_model_parallel_size: 2\nsequence_parallel: true\n"
+        "use_distributed_optimizer: true\nrecompute_granularity: full\n",
+        8,
+        {"plan.tp": 2, "plan.pp": 2, "plan.sequence_parallel": True, "plan.zero_stage": 1, "plan.dp_shard": 2,
+         "plan.recompute": "full", "plan.grad_dtype": "bf16", "software.id": "megatron-core"},
+    ),
+    "Megatron Bridge": (
+        f"{_ADAPTERS}lora\nuse_distributed_optimizer: true\nmixed_precision: bf16_mixed\n",
+        8,
+        {"plan.zero_stage": 1, "model.lora_rank": 8, "software.id": "megatron-bridge", "plan.recompute": "none"},
+    ),
+    "FP8 that converts nothing": (
+        f"{_ADAPTERS}full\nfp8: true\ndeepspeed: {{zero_optimization: {{stage: 3}}}}\n",
+        8,
+        {"training.precision": "bf16", "plan.zero_stage": 3},
+    ),
+    "ASFT": (
+        f"{_ADAPTERS}full\nuse_asft_loss: true\n",
+        8,
+        {"training.task": "asft", "training.preference.reference_dtype": "bf16", "reference": "second_model"},
+    ),
+    "adapters without mixed precision": (
+        f"{_ADAPTERS.replace('bf16: true', '')}lora\n",
+        8,
+        {"training.precision": "bf16", "software.autocast": False},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FACTORY_RUNS)
+def test_settings_of_llama_factory_alone_are_read(name: str, tmp_path: Path) -> None:
+    """LLaMA-Factory at ff6d4d1: train/trainer_utils.py, train/mca, train/megatron_bridge, train/fp8_utils.py."""
+    text, num_devices, expected = FACTORY_RUNS[name]
     path = tmp_path / "run.yaml"
-    path.write_text(f"{_ADAPTERS}full\nuse_adam_mini: true\n", encoding="utf-8")
-    training = scenario_from(path, {"cluster.preset": "dgx-h100", "cluster.num_devices": 8}).job.training
-    assert training.optimizer == "adam_mini"
+    path.write_text(text, encoding="utf-8")
+    job = scenario_from(path, {"cluster.preset": "dgx-h100", "cluster.num_devices": num_devices}).job
+    assert {key: attrgetter(key)(job) for key in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -940,10 +1006,19 @@ REFUSED: dict[str, tuple[str, str]] = {
     "simulated weights of 8 bits": (f"{_AXOLOTL}qat: {{activation_dtype: int8}}\n", "qat.activation_dtype"),
     "simulated weights in NVFP4": (f"{_AXOLOTL}qat: {{weight_dtype: nvfp4}}\n", "qat.weight_dtype"),
     "whole modules": (f"{_ADAPTERS}lora\nadditional_target: embed_tokens\n", "additional_target"),
-    "Megatron": (f"{_ADAPTERS}full\npipeline_model_parallel_size: 4\n", "pipeline_model_parallel_size"),
+    "adapters with Megatron": (f"{_ADAPTERS}lora\npipeline_model_parallel_size: 4\n", "finetuning_type"),
+    "layouts of Megatron": (f"{_ADAPTERS}full\npipeline_model_parallel_layout: Et|tL\nuse_mca: true\n", "layout"),
     "fp8 of another library": (f"{_ADAPTERS}full\nfp8: true\nfp8_backend: te\n", "fp8_backend"),
     "fp8 under DeepSpeed": (f"{_ADAPTERS}full\nfp8: true\ndeepspeed: {{zero_optimization: {{stage: 2}}}}\n", "fp8"),
-    "GaLore": (f"{_ADAPTERS}full\nuse_galore: true\n", "use_galore"),
+    "GaLore of some matrices": (f"{_ADAPTERS}full\nuse_galore: true\ngalore_target: q_proj\n", "galore_target"),
+    "GaLore without targets": (f"{_ADAPTERS}full\noptim: galore_adamw\n", "optim"),
+    "GaLore under DeepSpeed": (f"{_ADAPTERS}full\nuse_galore: true\ndeepspeed: ds.json\n", "deepspeed"),
+    "BAdam of ratios": (f"{_ADAPTERS}full\nuse_badam: true\nbadam_mode: ratio\n", "badam_mode"),
+    "ASFT with adapters": (f"{_ADAPTERS}lora\nuse_asft_loss: true\n", "use_asft_loss"),
+    "prediction": (
+        "stage: sft\ncutoff_len: 512\ntemplate: qwen\nfinetuning_type: lora\ndo_predict: true\n",
+        "do_predict",
+    ),
     "offload": (f"{_ADAPTERS}full\ngradient_checkpointing_kwargs: {{offload: true}}\n", "checkpointing_kwargs.offload"),
     "other adapters": (f"{_AXOLOTL}adapter: llama-adapter\n", "adapter"),
     "weights of another library": (f"{_ADAPTERS}lora\nquantization_bit: 4\nquantization_method: hqq\n", "quantization"),

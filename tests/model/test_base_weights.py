@@ -48,6 +48,9 @@ def linear_elements(job: Job) -> int:
         (TORCHAO, 4 + 8 / 64 + 16 / (64 * 256)),
         ({"format": "int8"}, 8),
         ({"format": "gptq_int4"}, 4 + (16 + 4) / 128),
+        # Egiazarian et al. 2024, section 4: 16 bits per 8 weights, 16 per row, and a table of 1 MiB for each of the 7
+        # matrices of a block, which have 43,008 rows
+        ({"format": "aqlm_2bit"}, 2 + (7 * 8 * MIB + 16 * 43_008) / 218_103_808),
         ({"format": "nf4", "block_size": 128}, 4 + 32 / 128),
     ],
 )

@@ -25,7 +25,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a reference that no loss reads": (
         {"training.task": "orpo", "training.preference": "second_model"},
-        "is the reference model of dpo or kto, and training.task = orpo has none; remove it",
+        "is the reference model of dpo, kto or asft, and training.task = orpo has none; remove it",
     ),
     "no reference": (
         {"training.task": "kto", "training.preference": "none"},

@@ -291,7 +291,7 @@ def test_widths_that_some_layer_has_are_taken(tmp_path: Path, model: str) -> Non
     assert load(tmp_path, f"model: {model}\n" + TWO + REST).job.model.num_experts == 8
 
 
-@pytest.mark.parametrize("name", ["galore_adamw_8bit", "Ademamix", "paged_ademamix_32bit", "soap"])
+@pytest.mark.parametrize("name", ["lomo", "Ademamix", "paged_ademamix_32bit", "soap"])
 def test_an_optimizer_that_is_not_modelled_is_no_misspelt_adamw(tmp_path: Path, name: str) -> None:
     text = MODEL + TWO + REST.replace("24}", f"24, optimizer: {name}}}")
     with refuses("training.optimizer", f'"{name}"', rule=", ".join(OPTIMIZERS)) as error:

@@ -47,7 +47,7 @@ def test_search_with_a_technique_that_is_not_modeled_names_it() -> None:
         parse_search(text + "search: {pipedream: true}\n")
 
 
-@pytest.mark.parametrize("name", ["galore_adamw", "ademamix_8bit", "soap", "shampoo"])
+@pytest.mark.parametrize("name", ["grokadamw", "ademamix_8bit", "soap", "shampoo"])
 def test_optimizer_that_is_not_modeled_is_named(name: str) -> None:
     [problem] = refusal("training", f"optimizer: {name}").problems
     assert problem.rule.startswith("is an optimizer that is not modeled yet")

@@ -123,6 +123,20 @@ def test_so_they_are_with_states_by_tensor(optimizer: str, software: str) -> Non
     assert counts_add_up(result)
 
 
+@pytest.mark.slow
+def test_so_they_are_with_steps_in_backward() -> None:
+    """No gradients wait for an update, which runs next to the backward of sharded plans; others are rejected."""
+    job = small_job(num_devices=4, batch=8, memory_bytes=1113 * MIB, **SIZES)
+    job = job.with_changes({"training.fused_optimizer": False, "training.optimizer_in_backward": True})
+    space = SearchSpace.model_validate({**SPACE, "schedule": ("1f1b",), "tp": (1, 2), "zero_stage": (0, 1, 2, 3)})
+    inside = fitting(job, space)
+    assert 0 < len(inside) < len(every_plan(job, space))
+    result = search(job, space, explain=False)
+    assert [plan.step_time_s for plan in result.ranked] == best_of(inside, 10)
+    assert result.space.rejected["optimizer_in_backward_modelled"] > 0
+    assert counts_add_up(result)
+
+
 @pytest.mark.parametrize("software", slow_except(["megatron-core"], ["torch", "megatron-core"]))
 def test_so_they_are_with_prescribed_collectives(software: str) -> None:
     """All plans keep them, also plans that lack one of these collectives."""

@@ -127,7 +127,10 @@ OVERRIDES = (
     ),
     Override(("--precision",), "training.precision", str, "Precision, e.g. bf16 or fp8.", completion.precisions),
     Override(
-        ("--task",), "training.task", str, "Purpose of the run: pretrain, sft, lora, dpo, kto, orpo, simpo, reward."
+        ("--task",),
+        "training.task",
+        str,
+        "Purpose of the run: pretrain, sft, lora, dpo, kto, orpo, simpo, reward, asft.",
     ),
     Override(
         ("--quantize",),

@@ -23,7 +23,7 @@ def preset_of(name: str) -> str | None:
     return find("models", f"hub/{short}").name or None
 
 
-_BITS = re.compile(r"(?i)(?:[-_.](?:gptq|awq|int4|bnb|nf4|bf16|4bit|unsloth))+$")
+_BITS = re.compile(r"(?i)(?:[-_.](?:gptq|awq|aqlm|int4|bnb|nf4|bf16|4bit|2bit|1x16|unsloth))+$")
 """End of the name of a checkpoint of few bits, whose model has the shapes of the one without it."""
 
 

@@ -198,6 +198,8 @@ def _read_training(reading: Reading, *, adapts: bool) -> None:
     if word.startswith("torch.optim.") and not reading.truth("optimizer.fused"):
         where = "optimizer.fused" if "optimizer.fused" in reading else "the default of torch.optim"
         reading.put("training.fused_optimizer", False, where)
+    if reading.truth("optimizer_in_bwd"):
+        reading.put("training.optimizer_in_backward", True, "optimizer_in_bwd")
     clip = reading.value("clip_grad_norm")
     if isinstance(clip, int | float) and not isinstance(clip, bool) and clip > 0:
         reading.put("training.clip_grad_norm", float(clip), "clip_grad_norm")

@@ -1,9 +1,9 @@
 """Frozen weights of a captured model, and LoRA adapters (Hu et al. 2021, arXiv:2106.09685) next to linear layers.
 
 The result is what a capture of the module with adapters in its code gives: y = x W^T + b + (x A^T) B^T scale, as PEFT's
-``lora.Linear`` runs it, with dropout of x before A. What torch saves changes with what is trained: a frozen matrix
-saves no input, and of a product of two tensors each is saved for the gradient of the other. Operators below the first
-adapter have no backward.
+``lora.Linear`` runs it, with dropout of x before A. Rotations of OFT are added where layers are made. What torch saves
+changes with what is trained: a frozen matrix saves no input, and of a product of two tensors each is saved for the
+gradient of the other. Operators below the first adapter have no backward.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from simplan.model.captured.kernels import PRODUCTS, word
 from simplan.model.captured.linear import Linear, linear_calls, linear_layers
 from simplan.model.parts.part import MASK_BYTES
 
+ROTATED = " rotated"
+"""End of the module of a linear layer whose input is rotated (``simplan.model.adapters``); no path has a space."""
 ALL = "all"
 """Target that means every linear layer except the output head."""
 
@@ -97,15 +99,23 @@ def _output_head(model: CapturedModel) -> str:
 
 @lru_cache(maxsize=64)
 def with_adapters(
-    model: CapturedModel, rank: int, targets: tuple[str, ...], *, dropout: bool = False, input_grads: bool = False
+    model: CapturedModel,
+    rank: int,
+    targets: tuple[str, ...],
+    *,
+    dropout: bool = False,
+    oft: bool = False,
+    input_grads: bool = False,
 ) -> CapturedModel:
     """The model with adapters of a rank at its targets (``targets_of``), in the precision that is meant.
 
-    With ``input_grads`` the results of its input embeddings have gradients.
+    Args:
+        oft: Adapters rotate the input of a layer, in blocks of the rank.
+        input_grads: The results of its input embeddings have gradients.
     """
     chosen = frozenset(path for paths in targets_of(model, targets).values() for path in paths)
     given = model.input_embeddings if input_grads else ()
-    return _trained_in_part(model, frozenset(), chosen, rank, dropout=dropout, given=given)
+    return _trained_in_part(model, frozenset(), chosen, rank, dropout=dropout, oft=oft, given=given)
 
 
 @lru_cache(maxsize=64)
@@ -113,6 +123,12 @@ def with_frozen(model: CapturedModel, names: tuple[str, ...]) -> CapturedModel:
     """The model whose parts of these names (``parts_of``) are not trained, in the precision that is meant."""
     frozen = {name for parts in parts_of(model, names).values() for name in parts}
     return _trained_in_part(model, frozenset(parameter_names(model)) - frozen, frozenset(), 0, dropout=False)
+
+
+@lru_cache(maxsize=64)
+def without_training(model: CapturedModel) -> CapturedModel:
+    """The model all of whose parts are frozen, in the precision that is meant."""
+    return _trained_in_part(model, frozenset(), frozenset(), 0, dropout=False)
 
 
 def parameter_names(model: CapturedModel) -> tuple[str, ...]:
@@ -170,6 +186,7 @@ def _trained_in_part(
     rank: int,
     *,
     dropout: bool,
+    oft: bool = False,
     given: Sequence[str] = (),
 ) -> CapturedModel:
     """The model of which some parameters are trained, and adapters next to some linear layers, and nothing else.
@@ -188,7 +205,7 @@ def _trained_in_part(
         ends = _ends_of(layer, path, given)
         key = number, here, own, before, ends
         if key not in made:
-            made[key] = _Adapting(layer, here, rank, before, own, ends, dropout=dropout).layer()
+            made[key] = _Adapting(layer, here, rank, before, own, ends, dropout=dropout, oft=oft).layer()
         layer, before = made[key]
         order.append(layers.setdefault(layer, len(layers)))
     graph = CapturedGraph(layers=tuple(layers), order=tuple(order), shared=model.graph.shared)
@@ -217,9 +234,10 @@ class _Adapting:
         ends: frozenset[int],
         *,
         dropout: bool,
+        oft: bool,
     ) -> None:
         self._ends = ends
-        self._layer, self._rank, self._dropout = layer, rank, dropout
+        self._layer, self._rank, self._dropout, self._oft = layer, rank, dropout, oft
         self._trained = trained
         self._linears = {linear.place: linear for linear in linears}
         names = [tensor.name for tensor in layer.inputs]
@@ -241,7 +259,7 @@ class _Adapting:
         waiting: tuple[CapturedParameter, ...] = ()
         for parameter in self._layer.parameters:
             name = parameter.name.rpartition(".")[0]
-            if waiting and parameter.name != f"{waiting[0].name.removesuffix('.lora_a.weight')}.bias":
+            if waiting and parameter.name != f"{waiting[0].name.rsplit('.', 2)[0]}.bias":
                 yield from waiting
                 waiting = ()
             is_trained = parameter.name in self._trained
@@ -307,6 +325,11 @@ class _Adapting:
     ) -> Iterator[CapturedOperator]:
         """The frozen linear layer, A, B, the scaling of its result, and the sum."""
         (result,), rank, name = operator.makes, self._rank, linear.name
+        if self._oft:
+            if f"{name}.weight" in operator.parameters:
+                self._adapters[name] = (_rotation(linear, operator.operands[-1][0], rank),)
+            yield frozen.model_copy(update={"propagates": True, "module": f"{operator.module}{ROTATED}"})
+            return
         rows, (k, n) = operator.operands[-2][:-1], operator.operands[-1]
         source = operator.reads[:1]
         flows = not self._flowing.isdisjoint(source)
@@ -381,6 +404,11 @@ class _Adapting:
             trains=flows,
             propagates=True,
         )
+
+
+def _rotation(linear: Linear, k: int, size: int) -> CapturedParameter:
+    shape = (k // size, size * (size - 1) // 2)
+    return CapturedParameter(name=f"{linear.name}.oft_r.weight", shape=shape, elsewhere=linear.elsewhere)
 
 
 def _adapter_weights(linear: Linear, shape: Shape, rank: int) -> tuple[CapturedParameter, CapturedParameter]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import lru_cache
 from math import prod
 
+from simplan.model.adapters import rotated
+from simplan.model.captured.adapters import ROTATED
 from simplan.model.captured.facts import (
     CapturedLayer,
     CapturedModel,
@@ -76,7 +79,7 @@ def _layer(
             ParameterSpec(p.name, p.shape, partial_gradient=p.partial, frozen=p.frozen, in_root=p.elsewhere)
             for p in (*captured.parameters, *(p.model_copy(update={"frozen": True}) for p in unused))
         ),
-        operators=tuple(_operators(captured, linears)),
+        operators=tuple(_operators(captured, linears, flows=needs_gradient)),
         inputs=tuple(_tensor(tensor, elsewhere=tensor.name in captured.elsewhere) for tensor in captured.inputs),
         outputs=outputs,
         output_shapes=captured.output_shapes if outputs else ((1,),),
@@ -89,15 +92,21 @@ def _layer(
     )
 
 
-def _operators(layer: CapturedLayer, linears: Set[int]) -> Iterator[Operator]:
-    """Operators of a layer; ``linears`` are the places of linear layers that low precision has kernels for."""
+def _operators(layer: CapturedLayer, linears: Set[int], *, flows: bool) -> Iterator[Operator]:
+    """Operators of a layer.
+
+    Args:
+        linears: Places of linear layers that low precision has kernels for.
+        flows: Inputs of the layer have gradients.
+    """
     taken: set[str] = set()
+    flowing = {tensor.name for tensor in layer.inputs} if flows else set()
     tensors = {t.name: t for t in (*layer.inputs, *(t for each in layer.operators for t in each.makes))}
     for number, operator in enumerate(layer.operators):
         name = _kernel_name(operator, number, taken)
         taken.add(name)
         kernel = _kernel(operator, name)
-        yield Operator(
+        made = Operator(
             kernel=kernel,
             reads=operator.reads,
             makes=tuple(_tensor(tensor, forwarded=tensor.name in layer.forwarded) for tensor in operator.makes),
@@ -111,6 +120,14 @@ def _operators(layer: CapturedLayer, linears: Set[int]) -> Iterator[Operator]:
             detached=not (operator.trains or operator.propagates),
             roles=_UNQUANTIZED if isinstance(kernel, Gemm) and number not in linears else frozenset(),
         )
+        if isinstance(kernel, Gemm) and operator.module.endswith(ROTATED):
+            numbers = next(p.shape[-1] for p in layer.parameters if p.name == f"{kernel.name}.oft_r.weight")
+            size = (1 + math.isqrt(1 + 8 * numbers)) // 2  # size (size - 1) / 2 numbers
+            yield from rotated(made, kernel, size, propagates=not flowing.isdisjoint(operator.reads))
+        else:
+            yield made
+        if operator.trains or operator.propagates:
+            flowing.update(tensor.name for tensor in operator.makes)
 
 
 def _joined(operator: CapturedOperator, tensors: Mapping[str, CapturedTensor]) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from simplan.model.captured.adapters import with_adapters, with_frozen
+from simplan.model.captured.adapters import with_adapters, with_frozen, without_training
 from simplan.model.captured.facts import CapturedModel
 from simplan.model.captured.layers import captured_layers
 from simplan.model.families.family import ADAPTERS, Family
@@ -21,9 +21,12 @@ def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
     assert model.captured is not None, "a field of the family"
     rank, captured = model.lora_rank, model.captured.of_degree(shard.tp)
     dropout = model.lora_dropout > 0
-    if rank:
+    if model.trains_nothing:
+        captured = without_training(captured)
+    elif rank:
+        given = model.input_require_grads
         captured = with_adapters(
-            captured, rank, model.lora_targets, dropout=dropout, input_grads=model.input_require_grads
+            captured, rank, model.lora_targets, dropout=dropout, oft=model.lora_oft, input_grads=given
         )
     elif model.frozen:
         captured = with_frozen(captured, model.frozen)
@@ -39,7 +42,10 @@ def _sizes(given: Mapping[str, Any]) -> dict[str, Any]:
 
 CAPTURED = Family(
     layers=_layers,
-    fields=frozenset({"captured", "num_hidden_layers", "seq_len", "lora_dropout", "frozen", "input_require_grads"}) | ADAPTERS,
+    fields=frozenset(
+        {"captured", "num_hidden_layers", "seq_len", "lora_dropout", "lora_oft", "frozen", "input_require_grads"}
+    )
+    | ADAPTERS,
     defaults=_sizes,
     inputs="captured",
     task="own",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from simplan.model.kernel import LOSS, TOKEN_TABLE, CollectiveKind, Gemm, LayerCollective, Lookup, Pointwise
 from simplan.model.layer import LayerKind, LayerSpec, Operator, ParameterSpec, Tensor
@@ -22,7 +22,7 @@ from simplan.model.parts.part import (
 from simplan.model.share import RankShare, for_columns, sum_of_rows
 
 if TYPE_CHECKING:
-    from simplan.model.model import ModelSpec
+    from simplan.model.model import ModelSpec, Objective
 
 
 def embedding_layer(model: ModelSpec, share: RankShare, parts: Iterable[LayerPart | Operator], *more: str) -> LayerSpec:
@@ -153,7 +153,7 @@ SCORE = "v_head"
 """Module with the score of a reward model that has logits as well."""
 
 
-def head_for(layer: LayerSpec, objective: Literal["odds_ratio", "score", "score_and_logits"]) -> LayerSpec:
+def head_for(layer: LayerSpec, objective: Objective) -> LayerSpec:
     """The head of a language model for preference training with another output or loss.
 
     ``score``: one number of every token in place of logits, by a weight of its own, of which the loss reads that of the
@@ -163,10 +163,17 @@ def head_for(layer: LayerSpec, objective: Literal["odds_ratio", "score", "score_
     train/rm/trainer.py). ``odds_ratio``: next to the log-probabilities of all sequences, the cross-entropy of the
     chosen ones, half of a pair, has log-probabilities of its own, and its gradient is padded to the logits of all
     sequences (TRL, ``ORPOTrainer.concatenated_forward``).
+    ``divergence``: next to the cross-entropy, the divergence from a reference's logits. ``logits``: no loss.
     """
     key = f"{layer.key},{objective}"
     if objective == "odds_ratio":
         return replace(layer, key=key, operators=(*layer.operators, _chosen_loss(layer)))
+    if objective == "divergence":
+        return replace(layer, key=key, operators=(*layer.operators, *_divergence(layer)))
+    if objective == "logits":
+        wide = _loss_of(layer).reads[0]
+        cast_to_wide = next(i for i, o in enumerate(layer.operators) if any(made.name == wide for made in o.makes))
+        return replace(layer, key=key, operators=layer.operators[:cast_to_wide])
     place = next(i for i, o in enumerate(layer.operators) if isinstance(o.kernel, Gemm) and o.makes[0].logits)
     matrix = layer.operators[place]
     kernel = matrix.kernel
@@ -214,7 +221,7 @@ def _with_score(layer: LayerSpec, place: int, kernel: Gemm, key: str) -> LayerSp
 
 def _chosen_loss(layer: LayerSpec) -> Operator:
     """The cross-entropy of chosen sequences: half of a pair, so half of each sequence on the mean."""
-    loss = next(o for o in layer.operators if o.kernel is not None and o.kernel.name == LOSS)
+    loss = _loss_of(layer)
     ((wide,), (kept,)) = loss.reads, loss.makes
     half, whole = replace(kept, name="log-probabilities of chosen sequences", elements=kept.elements // 2), kept
     return Operator(
@@ -224,3 +231,38 @@ def _chosen_loss(layer: LayerSpec) -> Operator:
         saves=(half.name,),
         backward_scratch=(replace(half, name="gradient of chosen log-probabilities"),),
     )
+
+
+def _loss_of(layer: LayerSpec) -> Operator:
+    return next(o for o in layer.operators if o.kernel is not None and o.kernel.name == LOSS)
+
+
+def _divergence(layer: LayerSpec) -> tuple[Operator, Operator]:
+    """The divergence of every token's distribution from that of a reference model, whose logits are there.
+
+    Both logits are copied without the last token. Saved are log-probabilities of the model once more, and
+    probabilities of the reference, in the dtype of its logits (LLaMA-Factory at ff6d4d1, train/trainer_utils.py,
+    ``asft_loss_func``; torch 2.13, ``kl_div``: xlogy(q, q) - q * input, in single operations).
+    """
+    loss = _loss_of(layer)
+    ((wide,), (kept,)) = loss.reads, loss.makes
+    number = kept.elements
+    log_probs = replace(kept, name="log-probabilities for the divergence")
+    probs = Tensor("probabilities of the reference", number, logits=True)
+    copied = Tensor("logits of the reference without the last token", number)
+    scratch = tuple(Tensor(name, number, FP32_BYTES) for name in ("logits without the last token", "q log p"))
+    softmax = Operator(
+        kernel=Pointwise("softmax of the reference", 2 * number, 2 * number, like="cross_entropy"),
+        makes=(probs,),
+        forward_scratch=(copied, scratch[0]),
+    )
+    compared = Operator(
+        # copy of logits, log-softmax, xlogy, product, difference and sum, FP32 as two elements
+        kernel=Pointwise("divergence", 13 * number, 9 * number, launches=(6, 3), like="cross_entropy"),
+        reads=(wide, probs.name),
+        makes=(log_probs,),
+        saves=(log_probs.name, probs.name),
+        forward_scratch=(copied, *scratch),
+        backward_scratch=(replace(kept, name="gradient of log-probabilities"),),
+    )
+    return softmax, compared

@@ -329,7 +329,7 @@ class FsdpHooks(Hooks):
 
     def dropped_gradients(self) -> int:
         """Returns bytes of reduced gradients on the device that are freed after the update."""
-        if not self._drops or self.stages.plan.offload_optimizer:
+        if not self._drops or self.stages.plan.offload_optimizer or self._updates:
             return 0
         experts = sum(sum(self.stages.experts[stage]) for stage in self.units) if self._holds_experts else 0
         units = (unit for units in self.units.values() for unit in units)
@@ -415,9 +415,27 @@ class FsdpHooks(Hooks):
             )
         if self._copies_to_host:
             reduction = self._last_copy = self._send_home(action, index, reduction, is_first=is_first)
+        if self._updates:
+            reduction = self._update_unit(action, index, reduction)
         self.last_reduction = reduction
         if self._host_waits:
             self.writer.block_on(reduction)
+
+    def _update_unit(self, action: Action, index: int, reduction: int) -> int:
+        """Updates a unit by hooks of its reduced gradients, and frees these; returns the index of the update.
+
+        FSDP2 calls the hooks on the stream of the last reduction, next to the backward of other units
+        (``_fsdp_collectives.py``, ``foreach_reduce``).
+        """
+        unit, name = self.units[action.stage][index], self.name(action, index, "update")
+        scratch, freed = self.states.scratch_bytes(action.stage, unit.layers), self._gradient_bytes(unit)
+        memory = [MemoryEffect(MemoryCategory.WORKSPACE, scratch, 0), MemoryEffect(_GRADIENTS, 0, -freed)]
+        work = self.update_work(action.stage, unit.layers)
+        if self._host_waits:  # hooks run in the thread of backward
+            self.writer.block_on(reduction)
+            return self.writer.compute(action, name, work, memory, SpanKind.OPTIMIZER)
+        stream = Stream.REPLICATE if len(self._replicate_group) > 1 else Stream.SHARD
+        return self.writer.callback(action, stream, name, work, (reduction,), memory, SpanKind.OPTIMIZER)
 
     def _send_home(self, action: Action, index: int, reduction: int, *, is_first: bool) -> int:
         """Copies a unit's reduced gradients to the host, which adds them to those present; returns the copy's index."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from simplan.model.layer import CollectiveKind, LayerKind, LayerSpec
 from simplan.program.action import Action, ActionKind
@@ -22,7 +22,11 @@ from simplan.program.program import (
     Phase,
     Stream,
 )
+from simplan.program.timeline import SpanKind
 from simplan.units import MIB
+
+if TYPE_CHECKING:
+    from simplan.program.memory.states import RankStates
 
 _ENDLESS = 2**62
 _GRADIENTS = MemoryCategory.GRADIENTS
@@ -34,9 +38,11 @@ _BYTES_PER_ELEMENT = 4  # that a division of gradients reads, and writes
 class Hooks:
     """Base hooks, without data parallelism: calls made around layers and actions.
 
-    Gradients that torch frees after every update are held from the first backward of their layer on.
+    Gradients that torch frees after every update are held from the first backward of their layer on. Where hooks of
+    gradients update the weights, a gradient lives no longer than the backward of its operator and its update.
 
     Attributes:
+        states: Parameters and states of the rank.
         is_first_forward: True if the action being lowered is the first forward of its stage.
         is_last_backward: True if the action being lowered completes the gradients of its stage.
         computed: Stages of the pass being lowered.
@@ -49,7 +55,9 @@ class Hooks:
     def __init__(self, stages: Stages, writer: RankWriter, level: int) -> None:
         self.stages, self.writer, self.level = stages, writer, level
         self.is_first_forward = self.is_last_backward = False
-        self._drops = stages.software.drops_gradients
+        self.states: RankStates
+        self._updates = stages.updates_in_backward
+        self._drops = stages.software.drops_gradients and not self._updates
         self._made: set[int] = set()  # layers of the stage with gradients
         self.computed = stages
         self.repeats_forward = False
@@ -63,6 +71,8 @@ class Hooks:
 
     def expands(self, action: Action) -> bool:
         """Returns True if the action must be lowered layer by layer, because hooks act between layers."""
+        if self._updates and action.kind is not ActionKind.FORWARD:
+            return True
         is_first_backward = len(self._made) < len(self.stages.layers[action.stage])
         return self._drops and action.kind is not ActionKind.FORWARD and is_first_backward
 
@@ -91,6 +101,13 @@ class Hooks:
         """Runs after the backward of some layers, full or split."""
         if self._drops and phase is not Phase.BACKWARD_INPUT:
             self._hold_new_gradients(action, part)
+        if self._updates and (work := self.update_work(action.stage, part)):
+            self.writer.compute(action, f"update {{{part[0]}}}", work, kind=SpanKind.OPTIMIZER)
+
+    def update_work(self, stage: int, layers: Iterable[int]) -> tuple[LayerWork, ...]:
+        """Returns the optimizer's work on some layers in backward."""
+        works = self.states.updates(stage)
+        return tuple(works[layer] for layer in layers if works[layer].num_parameters)
 
     def _hold_new_gradients(self, action: Action, part: range) -> None:
         """Holds new gradients of some layers."""

@@ -307,7 +307,7 @@ class _RankLowering:
         self.offload = None
         if stages.plan.offload_activations:
             self.offload = OffloadedActivations(stages, self.writer, host_waits=how.host_waits)
-        self.states = RankStates(stages, rank)
+        self.states = self.hooks.states = RankStates(stages, rank)
         self.groups = stages.mapping.layer_collective_groups(rank)
         self.overlaps = stages.plan.cp > 1 and stages.plan.cp_comm == "ring" and not how.host_waits
         self.merged_collectives: dict[tuple[str, int, range, str, Phase, bool], tuple[Work, ...]] = {}
@@ -502,8 +502,13 @@ class _RankLowering:
         self._receive(Action(action.stage, _K.RECV_F, action.microbatch))
         if self.stages.software.waits_for_batch:
             self.writer.compute(action, "{action} batch", (HostWait("batch"),), kind=SpanKind.HOST)
-        for of in (each for each in self.in_forward if each.comes_first):
+        first = [each for each in self.in_forward if each.comes_first]
+        for of in first:
             self._pass_forward(action, of)
+        kept_bytes = first[-1].stages.logits_bytes if first and self.stages.training.task == "asft" else 0
+        if kept_bytes:  # of the reference, until the loss has compared them
+            held = [MemoryEffect(MemoryCategory.LOGITS, kept_bytes, kept_bytes)]
+            self.writer.compute(action, "hold logits of the reference", memory=held)
         for part in self._parts(action):
             if self.offload is not None:
                 self.offload.before_forward(action)
@@ -512,6 +517,9 @@ class _RankLowering:
             self.hooks.after_forward(action, part)
             if self.offload is not None:
                 self.offload.after_forward(action, part)
+        if kept_bytes:
+            freed = [MemoryEffect(MemoryCategory.LOGITS, 0, -kept_bytes)]
+            self.writer.compute(action, "free logits of the reference", memory=freed)
         for of in (each for each in self.in_forward if not each.comes_first):
             self._pass_forward(action, of)
 

@@ -19,10 +19,13 @@ def step_optimizer(action: Action, states: RankStates, writer: RankWriter, relea
 
     Gradients of an embedding tied across two ranks are all-reduced, gradients are clipped, and parameters are updated.
     Tensors of which a shard is not enough are all-gathered before. Updates of whole parameters owned by single ranks
-    are broadcast; evenly sharded updates are all-gathered.
+    are broadcast; evenly sharded updates are all-gathered. Nothing is left of it where backward has updated.
     """
     stages, mapping = states.stages, states.stages.mapping
     place = mapping.place(writer.rank)
+    if stages.updates_in_backward:
+        writer.compute(action, "{action}", (), release)
+        return
     if stages.tied_ends and place.pp in stages.tied_ends:
         ends = RankGroup.of("ends", (mapping.rank(place._replace(pp=end)) for end in stages.tied_ends))
         communication = Communication(CollectiveKind.ALL_REDUCE, stages.tied_bytes, ends)

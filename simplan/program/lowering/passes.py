@@ -46,6 +46,7 @@ def forward_passes(job: Job) -> tuple[ForwardPass, ...]:
         else ForwardPass(
             name,
             _passing(_frozen(job, has_base=not is_apart)),
+            comes_first=job.training.task == "asft",  # LLaMA-Factory, train/sft/trainer.py, compute_loss
             is_apart=is_apart,
             is_sharded=is_apart and shards and wanted is not False,
             stored_bytes=preference.reference_bytes if is_apart and preference is not None else None,

@@ -18,9 +18,9 @@ from simplan.plan.plan import RankMapping, Recompute, StageAssignment
 from simplan.program.action import Table
 from simplan.program.lowering.units import Unit, fsdp_units
 from simplan.program.memory.footprint import (
-    cached_copies,
     LayerFootprint,
     brought_parameters,
+    cached_copies,
     layer_footprint,
     layers_effects,
     passing_footprint,
@@ -75,6 +75,7 @@ class Stages:
         is_second_model: The weights are those of a reference model next to the one that is trained.
         comes_first: The pass comes before the forward that is trained.
         is_sharded: Weights are sharded over ranks.
+        updates_in_backward: Hooks of gradients update the weights, and free the gradients.
         layers: Per stage, its layers as sharded for one rank.
         brought: Per stage and layer, the parameters that the layer adds to the stage.
         owned: Per stage and layer, the elements of these parameters.
@@ -107,6 +108,9 @@ class Stages:
         self.comes_first = of_pass is not None and of_pass.comes_first
         self.is_sharded = plan.shards_parameters and (of_pass is None or of_pass.is_sharded or not of_pass.is_apart)
         self.state = software.state(training, plan)
+        self.updates_in_backward = training.optimizer_in_backward and of_pass is None
+        if self.updates_in_backward and not self.is_sharded:
+            self.state = self.state.model_copy(update={"updated_by": training.update})
         if self.is_second_model and of_pass is not None:
             stored = of_pass.stored_bytes or self.state.frozen
             self.state = self.state.model_copy(update={"frozen": stored, "parameter": stored})
@@ -353,6 +357,12 @@ class Stages:
             return 0
         num_bytes = self.plan.microbatch_size * logits.num_bytes(self.state.activation, self.state.residual)
         return num_bytes if layer.kind is LayerKind.HEAD else -num_bytes
+
+    @property
+    def logits_bytes(self) -> int:
+        """Bytes of the logits of a microbatch, of a model in one stage."""
+        makers = (o.makes[0] for o in self.layers[0][-1].operators if isinstance(o.kernel, Gemm) and o.makes[0].logits)
+        return self.plan.microbatch_size * next(makers).num_bytes(self.state.activation, self.state.residual)
 
     def loss_effects(self, stage: int, *, forward: bool) -> tuple[MemoryEffect, ...]:
         """Returns memory changes of the head on the other side of its module's hooks.

@@ -225,6 +225,10 @@ class _Backward:
                 self._memory.free(name)
         for rerun in reruns:
             yield from self._again(rerun, -1)
+        if self._layer.compiled:  # hooks of gradients run after the compiled backward
+            updates = (each for operator in self._layer.operators for each in self._tensors.update_bytes(operator))
+            for _, scratch in updates:
+                yield 0, self._memory.point(scratch=scratch, gradients=self._waiting_gradients)
 
     # recomputation
 
@@ -387,17 +391,22 @@ class _Backward:
                 return 0
 
     def _released(self, index: int, operator: Operator) -> Iterator[PeakPoint]:
-        """Frees tensors that the operator saved, or created and all-gathered again; upcasts the weight gradient."""
-        tensors, memory, state, kernel = self._tensors, self._memory, self._state, operator.kernel
+        """Frees tensors that the operator saved, or created and all-gathered again; upcasts and uses its gradients."""
+        tensors, memory, kernel = self._tensors, self._memory, operator.kernel
         brought_back = (tensors.roots[tensor.name] for tensor in operator.makes if tensor.name in self._brought)
         for root in (*tensors.saved_roots(index), *brought_back):
             if tensors.last_savers.get(root, index) >= index and not self._is_read_again(root, index):
                 memory.free(root)
-        if not isinstance(kernel, Gemm):
-            return
-        memory.free(_copy(kernel.name))
-        if not kernel.trained:
-            return
+        if isinstance(kernel, Gemm):
+            memory.free(_copy(kernel.name))
+            if kernel.trained:
+                yield from self._cast(kernel)
+        for gradient, scratch in () if self._layer.compiled else tensors.update_bytes(operator):
+            yield memory.point(scratch=scratch, gradients=gradient)
+
+    def _cast(self, kernel: Gemm) -> Iterator[PeakPoint]:
+        """Upcasts a weight gradient."""
+        tensors, memory, state = self._tensors, self._memory, self._state
         has_copy = kernel.name in tensors.weight_copies
         if has_copy and state.weight_copy:
             both = kernel.weight_elements * (state.matmul_gradient + state.gradient)

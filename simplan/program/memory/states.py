@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from simplan.model.layer import CollectiveKind, LayerKind, LayerSpec, ParameterSpec
-from simplan.optimizers import UPDATES, StoredTensor, Widths, newton_schulz_products
+from simplan.model.layer import CollectiveKind, LayerSpec, ParameterSpec
+from simplan.optimizers import UPDATES, StoredTensor, Widths, newton_schulz_products, projection_products
 from simplan.plan.plan import RankGroup
 from simplan.program.lowering.stage import Stages
 from simplan.program.lowering.units import shard_elements
 from simplan.program.memory.footprint import brought_parameters
+from simplan.program.memory.tensors import stored_tensor
 from simplan.program.program import Communication, LayerWork, Phase, TensorUpdates
 from simplan.software.software import StateBytes
 
@@ -162,10 +162,17 @@ class RankStates:
     def temporary_bytes(self) -> int:
         """Temporary bytes of the optimizer step, in which expert-parallel parameters are updated separately."""
         if self._facts.by_tensor:
-            own = self._facts.temporaries
-            return 0 if own is None else max((own.num_bytes(t, self._widths) for t in self._all_stored), default=0)
+            return self._largest_scratch_bytes(self._all_stored)
         largest = max(self.elements.experts, self.trained_elements - self.elements.experts)
         return UPDATES[self.stages.training.update].num_temporaries * largest * self.stages.state.moment
+
+    def scratch_bytes(self, stage: int, layers: Iterable[int]) -> int:
+        """Returns temporary bytes of the optimizer while it updates one tensor after the other of some layers."""
+        return self._largest_scratch_bytes(tensor for layer in layers for tensor in self._stored[stage][layer])
+
+    def _largest_scratch_bytes(self, tensors: Iterable[StoredTensor]) -> int:
+        facts = UPDATES[self.stages.training.update]
+        return max((facts.scratch_bytes(tensor, self._widths) for tensor in tensors), default=0)
 
     def expert_gradients(self, stage: int) -> list[int]:
         """Returns elements of each gradient of a stage that is averaged over ranks with the same experts, in order."""
@@ -207,11 +214,15 @@ class RankStates:
         """Returns the update of some tensors; matrices are orthogonalized whole."""
         facts, fraction = self._facts, self.stages.state.update_fraction
         products = Counter[tuple[int, int, int]]()
-        for tensor in tensors if facts.orthogonalizes else ():
-            if tensor.is_matrix:
+        for tensor in tensors:
+            if tensor.is_matrix and facts.orthogonalizes:
                 products.update(dict(newton_schulz_products(tensor.whole_shape or tensor.shape)))
+            elif tensor.is_matrix and facts.projects:
+                projected = projection_products(tensor.shape, self._widths.rank)
+                products.update(dict(projected if facts.projects_back else projected[:1]))
         num_bytes = sum(facts.tensor_bytes(tensor, fraction, self._widths) for tensor in tensors)
-        alone = sum(not self._is_flat and (tensor.is_matrix or facts.others is None) for tensor in tensors)
+        one_by_one = facts.others is None or facts.others.by_tensor
+        alone = sum(not self._is_flat and (tensor.is_matrix or one_by_one) for tensor in tensors)
         return TensorUpdates(num_bytes, alone, tuple(products.items()))
 
     @cached_property
@@ -249,7 +260,7 @@ class RankStates:
             mine = [p for p in parameters if not p.frozen]
             if owned is not None:
                 mine = [p for p in mine if p.expert or (stage, position, p.name) in owned]
-            found.append(tuple(_stored_tensor(p, layer, over_experts if p.expert else shards) for p in mine))
+            found.append(tuple(stored_tensor(p, layer, over_experts if p.expert else shards) for p in mine))
         return found
 
     @property
@@ -350,17 +361,7 @@ class RankStates:
 def stored_tensors(layers: Sequence[LayerSpec]) -> Iterator[StoredTensor]:
     """Yields the whole tensors of layers of which an optimizer has states."""
     for layer, parameters in zip(layers, brought_parameters(layers), strict=True):
-        yield from (_stored_tensor(parameter, layer, 1) for parameter in parameters if not parameter.frozen)
-
-
-def _stored_tensor(parameter: ParameterSpec, layer: LayerSpec, num_shards: int) -> StoredTensor:
-    """Returns the part of a parameter that shard 0 holds; FSDP2 shards rows, and experts along other dimensions."""
-    whole, number = parameter.shape, shard_elements(parameter.shape, num_shards)
-    row = math.prod(whole[1:])
-    shape = (number // row, *whole[1:]) if row and number % row == 0 else (number,)
-    is_embedding = layer.kind is LayerKind.EMBEDDING and len(whole) == 2
-    is_matrix = layer.kind is LayerKind.BLOCK and 2 <= len(whole) <= 3
-    return StoredTensor(shape if num_shards > 1 else whole, is_embedding, is_matrix, whole)
+        yield from (stored_tensor(parameter, layer, 1) for parameter in parameters if not parameter.frozen)
 
 
 def partition_states(sizes: Sequence[int], num_ranks: int) -> list[int]:

@@ -6,19 +6,41 @@ its weight in addition to its input.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 from simplan.model.captured.layers import CAPTURED
-from simplan.model.layer import CollectiveKind, Gemm, LayerCollective, LayerSpec, Operator, Tensor
+from simplan.model.layer import (
+    CollectiveKind,
+    Gemm,
+    LayerCollective,
+    LayerKind,
+    LayerSpec,
+    Operator,
+    ParameterSpec,
+    Tensor,
+)
 from simplan.model.low_precision import quantized_linears
 from simplan.model.operator import saved_by, storages
 from simplan.model.recompute import Recomputation
+from simplan.optimizers import UPDATES, StoredTensor
+from simplan.program.lowering.units import shard_elements
 from simplan.program.memory.low_precision_footprint import forward_scratch_bytes, kept_weight_bytes
 from simplan.software.software import StateBytes
 
 _EXPERT_DIMENSIONS = 3
 _REORDERED = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
+
+
+def stored_tensor(parameter: ParameterSpec, layer: LayerSpec, num_shards: int) -> StoredTensor:
+    """Returns the part of a parameter that shard 0 holds; FSDP2 shards rows, and experts along other dimensions."""
+    whole, number = parameter.shape, shard_elements(parameter.shape, num_shards)
+    row = math.prod(whole[1:])
+    shape = (number // row, *whole[1:]) if row and number % row == 0 else (number,)
+    is_embedding = layer.kind is LayerKind.EMBEDDING and len(whole) == 2
+    is_matrix = layer.kind is LayerKind.BLOCK and 2 <= len(whole) <= 3
+    return StoredTensor(shape if num_shards > 1 else whole, is_embedding, is_matrix, whole)
 
 
 class LayerTensors:
@@ -74,6 +96,17 @@ class LayerTensors:
     def input_bytes(self) -> int:
         """Bytes of the layer's inputs that are saved for backward."""
         return sum(self.saved.get(tensor.name, 0) for tensor in self.layer.inputs)
+
+    def update_bytes(self, operator: Operator) -> Iterator[tuple[int, int]]:
+        """Yields the gradient of each weight of an operator and the temporaries of its update in backward, in bytes."""
+        state = self.state
+        if state.updated_by is None:
+            return
+        facts = UPDATES[state.updated_by]
+        for parameter in self.layer.parameters if operator.parameters else ():
+            if parameter.name in operator.parameters and not (parameter.frozen or parameter.name in self.layer.tied):
+                scratch = facts.scratch_bytes(stored_tensor(parameter, self.layer, 1), state.widths())
+                yield parameter.num_elements * state.gradient, scratch
 
     def _counted_elsewhere(self) -> frozenset[str]:
         """Returns inputs whose memory is counted elsewhere, and outputs, which the next layer saves."""

@@ -178,7 +178,8 @@ class Layers:
                 last_forward_s += 0.0 if stages.comes_first else seconds[layer.key]
         block = self._stages.layers[0][1]
         update = LayerWork(block, Phase.OPTIMIZER, plan.microbatch_size, _MANY, on_host=plan.offload_optimizer)
-        counts = job.training.optimizer not in LAYERWISE and cost_cache.sends
+        in_backward = job.training.optimizer_in_backward  # next to it under FSDP2
+        counts = job.training.optimizer not in LAYERWISE and cost_cache.sends and not in_backward
         update_s = cost_cache.work_s(update) / _MANY if counts else 0.0
         return LayerTimes(np.pad(np.cumsum(fields, axis=1), ((0, 0), (1, 0))), update_s, last_forward_s)
 

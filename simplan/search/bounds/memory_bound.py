@@ -223,6 +223,8 @@ class MemoryBound:
         shards = np.where(rows["zero_stage"] > 0, rows.num_shards, 1)[:, None]
         all_ranks = np.where(rows["zero_stage"] > 0, rows.dp * rows["cp"] * rows["tp"], 1)[:, None]
         dense, of_experts = trained / shards, experts / all_ranks
+        if self._job.training.optimizer_in_backward:
+            return np.zeros_like(trained)
         temporaries = UPDATES[self._job.training.update].num_temporaries * state.moment
         gradients: Floats | float = 0.0
         if self._job.software.drops_gradients:
@@ -255,6 +257,8 @@ class MemoryBound:
         trained = stages.trained[:, stages_of_rank][ways]
         if rows.shards_parameters[0]:
             passing = passing + self._gathered_bytes(rows, trained, instants, state)
+        elif self._job.training.optimizer_in_backward:
+            return np.asarray(passing.max(axis=1))
         elif self._job.software.drops_gradients:  # gradients of some microbatches, outside of DDP's buckets
             outside = ~_uses_ddp(rows)
             outside |= self._job.software.ddp_copies_gradients | ~rows.reduces_every_microbatch
@@ -266,6 +270,7 @@ class MemoryBound:
         software, in_pipeline = self._job.software, int(rows["pp"][0]) > 1
         accumulated = trained @ instants.adding_up.T * state.accumulated
         drops = software.drops_gradients and not rows.base.offload_optimizer
+        drops = drops and not self._job.training.optimizer_in_backward
         reduced = trained / rows.num_shards[:, None] @ instants.adding_up.T * (state.gradient if drops else 0)
         largest = np.where(rows.reduces_every_microbatch[:, None], reduced, accumulated)
         if software.per_rank_tensor_lists:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from executor.capture.capture import model_from_module
 from executor.checks import check_job
+from executor.models.lora import Rotation
 from executor.run import run_job
 from simplan import catalog
 from simplan.errors import NotModelledError
@@ -24,13 +25,15 @@ from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.prediction import Prediction
+from simplan.program.action import ActionKind
+from simplan.program.program import LayerWork
 from simplan.training import Precision, TrainingSpec
 from simplan.validate.compare import issued_as_predicted
 from tests.executor.capture.test_capture import MODULES, saved
 from tests.executor.capture.test_running import NUM_MICROBATCHES, PLANS, SIZE, captured, job_of, one_process
 from tests.executor.dry_run.accounting import account, predicted_peak
 from tests.executor.train.test_equality import RELATIVE, run_in_float64
-from tests.jobs import problems
+from tests.jobs import lowered, problems
 from tests.support.problems import refuses
 from tests.support.slow import slow_except
 
@@ -97,6 +100,73 @@ def test_adapters_are_those_of_a_capture_with_adapters_in_the_code(
     written = model_from_module(adapted(make(), paths, dropout), batch, precisions=("fp32",))
     ours = captured_layers(with_adapters(plain, RANK, targets, dropout=dropout > 0))
     assert totals(ours) == totals(captured_layers(written))
+
+
+class Rotated(nn.Module):
+    """A linear layer whose input is rotated (OFT), as PEFT writes it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.oft_r = base, Rotation(base.in_features // RANK, RANK)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(self.oft_r(x.to(self.oft_r.weight.dtype)).to(x.dtype))
+        return out
+
+
+def saved_tensors(layers: tuple[LayerSpec, ...]) -> Counter[tuple[int, bool]]:
+    """Elements of the tensors that layers save, and whether the microbatch has one of it."""
+    roots = [(layer, layer.storages(2, 4)) for layer in layers]
+    kept = {(id(layer), of[t.name].name): of[t.name] for layer, of in roots for t in layer.saved if not t.elsewhere}
+    return Counter((tensor.elements, tensor.per_microbatch) for tensor in kept.values())
+
+
+def test_rotations_are_those_of_a_module_that_has_them_in_its_code() -> None:
+    """But for copies of frozen weights in 16 bits and indices of blocks, which a capture of the written module has."""
+    (make, batch), targets = MODULES["dit"], ("qkv", "up")
+    plain, module = model_from_module(make(), batch, precisions=("autocast",)), make()
+    module.requires_grad_(requires_grad=False)
+    for path in (path for found in targets_of(plain, targets).values() for path in found):
+        parent, _, name = path.rpartition(".")
+        setattr(module.get_submodule(parent), name, Rotated(module.get_submodule(path)))  # type: ignore[arg-type]
+    written = model_from_module(module, batch, precisions=("autocast",))
+    ours, theirs = (
+        captured_layers(model.model_copy(update={"computed_in": "autocast"}))
+        for model in (with_adapters(plain, RANK, targets, oft=True), written)
+    )
+    assert [sum(layer.num_trained for layer in layers) for layers in (ours, theirs)] == [3 * 2 * 64 // 4 * 6] * 2
+    assert not saved_tensors(ours) - saved_tensors(theirs)
+    weights = {parameter.num_elements for layer in theirs for parameter in layer.parameters if parameter.frozen}
+    indices = 2 * RANK * (RANK - 1) // 2
+    assert {size for size, _ in saved_tensors(theirs) - saved_tensors(ours)} <= weights | {indices}
+
+
+class Words(nn.Module):
+    """Next words by one linear layer, with their own loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 16), nn.Linear(16, 50, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head(self.embedding(tokens))
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+
+def test_preferences_of_a_capture_have_a_forward_without_adapters() -> None:
+    """Both sequences of a pair pass the frozen module once more, after the forward with adapters."""
+    plain = model_from_module(Words(), lambda number: (torch.zeros(number, 8, dtype=torch.int64),))
+    model = ModelSpec(family="captured", captured=plain, lora_rank=RANK, lora_targets=("head",))
+    training = TrainingSpec(global_batch_size=1, precision="fp32", task="dpo")
+    job = Job(model, catalog.cluster("dgx-h100", 1), training, ParallelPlan(), catalog.software("torch"))
+    forwards = [op for op in lowered(job, 2).ops if op.action.kind is ActionKind.FORWARD and op.work]
+    passes = [op for op in forwards if op.name.endswith("reference")]
+    works = [work for op in passes for work in op.work if isinstance(work, LayerWork)]
+    assert {work.microbatch_size for work in works} == {2}
+    assert [work.layer.flops() for work in works] == [layer.flops() for layer in captured_layers(plain)]
+    assert not sum(work.layer.num_trained for work in works)
+    assert forwards[-1] == passes[-1]
+    assert not problems(job.model, {}, cluster="dgx-h100", task="dpo")
 
 
 def prediction_of(name: str, plan: str, precision: Precision, targets: Sequence[str] = ("all",)) -> Prediction:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import log_softmax, logsigmoid
+from torch.nn.functional import cross_entropy as torch_cross_entropy
+from torch.nn.functional import kl_div, log_softmax, logsigmoid, softmax
 from torch.utils.flop_counter import FlopCounterMode
 
 from executor.distributed.mesh import ParallelDims
@@ -22,6 +23,9 @@ from executor.train.preference import preference_loss
 from simplan import catalog
 from simplan.job import Job
 from simplan.model.model import ModelSpec
+from simplan.model.recompute import Recomputation
+from simplan.plan.plan import ParallelPlan
+from simplan.program.memory.footprint import layer_footprint
 from simplan.runs.run_spec import RunSpec
 from simplan.training import PreferenceSpec, Task, TrainingSpec
 from tests.executor.conftest import LLAMA, MICROBATCH_SIZE, NUM_MICROBATCHES, make_job, make_model
@@ -29,6 +33,7 @@ from tests.executor.distributed.test_level2 import assert_issued_as_predicted
 from tests.executor.dry_run.accounting import account, job_of, predicted_peak
 from tests.executor.train.reference_optimizers import reference_optimizer
 from tests.executor.train.test_equality import RELATIVE, run_in_float64
+from tests.program.memory.test_optimizer_states import LargestSum
 from tests.support.slow import slow_except
 
 SECOND = PreferenceSpec(reference="second_model")
@@ -227,3 +232,39 @@ def test_model_flops_are_those_that_torch_counts(task: Task, rank: int) -> None:
     with FlopCounterMode(display=False) as counter:
         loss(stage, tokens.to(meta), targets.to(meta)).backward()  # type: ignore[no-untyped-call]
     assert counter.get_total_flops() == pytest.approx(said.flops_per_step(full_attention=True), rel=5e-3)
+
+
+def test_divergence_keeps_and_takes_what_torch_does() -> None:
+    """The loss of ASFT as LLaMA-Factory writes it (train/trainer_utils.py, ``asft_loss_func``), of BF16 logits."""
+    tokens, vocabulary, width = 64, 512, 32
+    model = ModelSpec(
+        family="llama", num_hidden_layers=1, hidden_size=width, num_attention_heads=2, num_key_value_heads=2,
+        intermediate_size=64, vocab_size=vocabulary, seq_len=tokens, objective="divergence",
+    )  # fmt: skip
+    software, plan = catalog.software("accelerate"), ParallelPlan()
+    state = software.state(TrainingSpec(global_batch_size=1, precision="bf16", pure_bf16=True), plan)
+    head = software.layers_of(model, plan)[-1]
+    predicted = layer_footprint(head, 1, state, Recomputation(frozenset(tensor.name for tensor in head.saved)))
+
+    hidden, weight = (torch.randn(n, width, dtype=torch.bfloat16, requires_grad=True) for n in (tokens, vocabulary))
+    reference, targets = torch.randn(tokens, vocabulary, dtype=torch.bfloat16), torch.arange(tokens)
+    memory = LargestSum([hidden, weight, reference, targets])
+    saved: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.numel() >= (tokens - 1) * vocabulary:
+            saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), memory:
+        given = hidden @ weight.t()
+        logits = given.float()
+        own, other = logits[:-1].contiguous(), reference[:-1].contiguous()
+        entropy = torch_cross_entropy(own, targets[1:], reduction="none")
+        log_probs, probs = log_softmax(own, dim=-1), softmax(other, dim=-1)
+        divergence = kl_div(log_probs, probs, reduction="none").sum(-1)
+        loss = (entropy * torch.exp(-entropy).detach()).mean() + 0.1 * divergence.mean()
+        assert sum(saved.values()) == pytest.approx(predicted.logits, rel=0.02)
+        most = max(sum(point) for point in predicted.forward) + predicted.logits
+        assert memory.most_bytes == pytest.approx(most, rel=0.02)
+        del loss

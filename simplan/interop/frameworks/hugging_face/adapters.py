@@ -59,7 +59,7 @@ def _there(run: TrainerRun, where: str, chosen: list[str]) -> list[str]:
 def _targets_of_capture(run: TrainerRun, captured: CapturedModel) -> tuple[str, list[str]] | None:
     """Setting, and linear layers of a captured model: as PEFT finds them, by ends of names or by a pattern."""
     trainer = run.trainer
-    key = trainer.first("lora_target_modules", "lora_target")
+    key = trainer.first("oft_target") if run.is_oft else trainer.first("lora_target_modules", "lora_target")
     value = trainer.value(key) if key is not None else None
     where = trainer.full("lora_target_linear" if trainer.is_true("lora_target_linear") else key or "")
     words = (

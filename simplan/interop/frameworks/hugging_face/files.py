@@ -32,6 +32,7 @@ from simplan.interop.frameworks.hugging_face.script import (
 )
 from simplan.interop.frameworks.hugging_face.tools import (
     AXOLOTL,
+    FACTORY,
     TRL,
     renamed,
     split_of_tool,
@@ -78,7 +79,8 @@ def _has_trainer(file: ConfigFile) -> bool:
         return bool(launches_of(file))
     keys = _document(file).data.keys()
     signs = [sign for sign in _TRAINER_SIGNS if sign in keys]
-    return "model" not in keys and (len(signs) >= 2 or tool_of(keys) == AXOLOTL or _TRAINER_SIGNS[0] in keys)
+    is_of_tool = tool_of(keys) == AXOLOTL or (tool_of(keys) == FACTORY and "stage" in keys)
+    return "model" not in keys and (len(signs) >= 2 or is_of_tool or _TRAINER_SIGNS[0] in keys)
 
 
 def _document(file: ConfigFile) -> Document:

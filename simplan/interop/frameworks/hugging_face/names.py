@@ -34,6 +34,8 @@ OPTIMIZERS = {
     "paged_lion_32bit": "paged_lion_32bit", "muon": "muon",
 }  # fmt: skip
 """``optim`` of TrainingArguments (``OptimizerNames``), or ``optimizer`` of axolotl (``CustomSupportedOptimizers``)."""
+PROJECTIONS = ("galore_adamw", "galore_adamw_8bit", "apollo_adamw")
+"""``optim`` of optimizers with projected gradients, with the suffix ``_layerwise`` for steps in backward."""
 UNFUSED = ("adamw_torch", "adamw_hf", "sgd")
 DEEPSPEED_OPTIMIZERS = {"adam": "adam", "adamw": "adamw", "lamb": "lamb", "fusedlamb": "lamb", "sgd": "sgd"}
 

@@ -55,6 +55,8 @@ def preference_task(run: TrainerRun) -> tuple[str, str] | None:
     if "rl" in trainer and str(trainer.value("rl")).lower() in _OF_AXOLOTL:
         return _OF_AXOLOTL[str(trainer.value("rl")).lower()], trainer.full("rl")
     stage = str(trainer.value("stage", "")).lower()
+    if run.is_factory and stage in ("", "sft") and trainer.is_true("use_asft_loss"):
+        return "asft", trainer.full("use_asft_loss")
     if stage in ("kto", "rm"):
         return "kto" if stage == "kto" else "reward", trainer.full("stage")
     if stage == "dpo":
@@ -73,6 +75,11 @@ def preference_task(run: TrainerRun) -> tuple[str, str] | None:
 def read_preference(run: TrainerRun, task: str, *, has_adapters: bool) -> None:
     """Read the reference model, and refuse what the frameworks refuse."""
     trainer = run.trainer
+    if task == "asft":
+        if has_adapters:
+            rule = "needs a reference model, and LLaMA-Factory loads none with adapters (create_ref_model)"
+            trainer.refuse("use_asft_loss", rule, "use finetuning_type full")
+        trainer.no_effect(("use_asft_loss", "asft_alpha"))
     if task in REFERENCE_TASKS:
         _read_reference(run, has_adapters=has_adapters)
     for key in ("packing", "sample_packing", "padding_free", "dpo_padding_free"):
@@ -111,7 +118,7 @@ def _read_reference(run: TrainerRun, *, has_adapters: bool) -> None:
             trainer.refuse(name, f"{what}, which is not modeled yet", "remove it")
     is_apart = found.get("reference") == "second_model" or not (has_adapters or found)
     if run.is_factory and is_apart and run.precision in ("bf16", "fp16"):  # loaded in the precision of computation
-        key = key if key in trainer else "stage"
+        key = key if key in trainer else "stage" if "use_asft_loss" not in trainer else "use_asft_loss"
         found |= {"reference_dtype": run.precision}
     if found:
         trainer.put("training.preference", found, key)

@@ -32,6 +32,7 @@ _CHECKPOINTS = (
     (re.compile(r"(?i)gptq.*(?:int4|4bit|4-bit)|(?:^|-)int4$"), {"format": "gptq_int4"}),
     (re.compile(r"(?i)(?:^|[-_.])awq(?:$|[-_.])"), {"format": "awq_int4"}),
     (re.compile(r"(?i)-gptq$"), {"format": "gptq_int4"}),
+    (re.compile(r"(?i)aqlm-2bit-1x16(?:-hf)?$"), {"format": "aqlm_2bit"}),
     (re.compile(r"(?i)bnb-4bit$"), {"format": "nf4", "double_quantization": True}),
     (re.compile(r"(?i)bnb-nf4-bf16$"), {"format": "nf4", "storage": "bf16"}),
 )

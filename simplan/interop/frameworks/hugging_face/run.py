@@ -17,6 +17,7 @@ from simplan.errors import SpecError
 from simplan.interop.allocator import note_allocator
 from simplan.interop.configuration import Configuration, Reading
 from simplan.interop.frameworks import names_without_effect
+from simplan.interop.frameworks.factory_megatron import is_of_megatron, read_megatron
 from simplan.interop.frameworks.hugging_face import names
 from simplan.interop.frameworks.hugging_face.adapters import read_targets
 from simplan.interop.frameworks.hugging_face.devices import read_devices
@@ -47,7 +48,9 @@ from simplan.interop.frameworks.hugging_face.tools import (
     FACTORY,
     UNSLOTH,
     read_adapter_kind,
+    read_optimizer_of_factory,
     read_plugins,
+    read_projections,
     read_unsloth,
 )
 from simplan.interop.frameworks.hugging_face.trained_parts import read_trained_parts
@@ -129,6 +132,17 @@ class TrainerRun:
         """
         read_devices(self)
         read_plugins(self)
+        other = next((key for key in ("do_predict", "do_eval") if self.trainer.is_true(key)), None)
+        if self.is_factory and other is not None and not self.trainer.is_true("do_train"):
+            self.trainer.refuse(other, "is of a run that trains nothing, as do_train is not true", "add do_train: true")
+            return self.reading.finish(is_whole=False)
+        if is_of_megatron(self):
+            self._read_batch()
+            self._read_model()
+            read_images(self)
+            read_megatron(self)
+            self._read_rest("megatron")
+            return self.reading.finish()
         strategy = self._strategy()
         self._read_precision(strategy)
         self._read_batch()
@@ -302,6 +316,14 @@ class TrainerRun:
             self.accelerate.refuse("mixed_precision", "is not modeled yet with transformers' models", fix)
         if not trainer.is_true("fp8"):
             return False
+        options = ("fp8_enable_fsdp_float8_all_gather", "fp8_backend")
+        is_sharded = strategy == "deepspeed" and whole(self.deepspeed.value("zero_optimization.stage")) == 3
+        if is_sharded and self.is_factory and backend in ("torchao", "auto"):
+            # fp8_utils.py, module_filter_func: matrices only, and a weight of ZeRO-3 has no dimensions between uses
+            why = "LLaMA-Factory converts no layer of ZeRO-3, whose weights are empty at that time: they run in BF16"
+            trainer.not_modeled("fp8", why)
+            trainer.no_effect(options)
+            return False
         if strategy == "deepspeed":
             trainer.refuse("fp8", "is not modeled yet with DeepSpeed", "use bf16, or FSDP")
         elif backend not in ("torchao", "auto"):
@@ -311,7 +333,7 @@ class TrainerRun:
             self.reading.put("training.fp8_recipe", "rowwise", "LLaMA-Factory's recipe of torchao")
         if trainer.is_true("fp8_enable_fsdp_float8_all_gather") and not self.is_factory:
             trainer.not_modeled("fp8_enable_fsdp_float8_all_gather", "all-gathers of weights in FP8; here in BF16")
-        trainer.no_effect((*_HALVES, "fp8_enable_fsdp_float8_all_gather", "fp8_backend"))
+        trainer.no_effect((*_HALVES, *options))
         return True
 
     def _read_weights(self, strategy: str) -> None:
@@ -319,18 +341,25 @@ class TrainerRun:
         trainer = self.trainer
         key = trainer.first("torch_dtype", "dtype", "model_dtype")
         loaded = _DTYPES.get(str(trainer.value(key or "", "")).lower().removeprefix("torch."))
-        if trainer.is_true("pure_bf16"):
+        if trainer.is_true("use_badam"):  # LLaMA-Factory, model/adapter.py: weights stay as in the checkpoint
+            key, loaded = "use_badam", "bf16"
+        elif trainer.is_true("pure_bf16"):
             key, loaded = "pure_bf16", "bf16"
         elif self.is_axolotl and trainer.is_true("float16"):
             key, loaded = "float16", "fp16"
         elif key is None and self.is_axolotl:
             key = next((half for half in _HALVES if half in trainer), None)
             loaded = self._precision if self._precision in _HALVES else None
+        if self.is_factory and self._adapter_rank() is not None and self._precision == "fp32":
+            # LLaMA-Factory, model/patcher.py, patch_config: frozen weights stay as in the checkpoint, without autocast
+            loaded = "bf16"
+            self.reading.put("software.autocast", False, "neither bf16 nor fp16 is set")
         is_mixed = self._precision in _HALVES and key != "pure_bf16" and not self._is_full_bf16
         if self._adapter_rank() is not None:
             if loaded == "bf16" and self._precision == "fp32":
                 self._precision = "bf16"
-                trainer.put("training.precision", "bf16", key or "")
+                where = trainer.full(key) if key is not None else "the dtype of most checkpoints"
+                self.reading.put("training.precision", "bf16", where)
             if key == "pure_bf16" or self._is_full_bf16:
                 trainer.not_modeled(key or "bf16", "adapters of 16 bits; here adapters and their states are FP32")
         elif strategy == "deepspeed":
@@ -456,6 +485,10 @@ class TrainerRun:
         elif self.trainer.is_true("use_adam_mini"):
             self.trainer.put("training.optimizer", "adam_mini", "use_adam_mini")
             self.trainer.no_effect(("optim",))
+        elif read_optimizer_of_factory(self):
+            self.trainer.no_effect(("optim",))
+        elif "optim" in self.trainer and read_projections(self):
+            pass
         elif "optim" in self.trainer:
             self._put_optimizer(self.trainer, "optim", names.OPTIMIZERS)
             if str(self.trainer.value("optim")) in names.UNFUSED and strategy != "deepspeed":
@@ -463,6 +496,9 @@ class TrainerRun:
         else:
             where = _TRAINER if self.trainer else "usual; no file names one"
             self.reading.put("training.optimizer", "adamw", where)
+        if self.reading.written("training.optimizer_in_backward"):
+            self.trainer.no_effect(("max_grad_norm",))  # no gradient is left whose norm could be taken
+            return
         clip = self.trainer.value("max_grad_norm", 1.0 if self.trainer else None)
         key = self.trainer.full("max_grad_norm") if "max_grad_norm" in self.trainer else _TRAINER
         if "gradient_clipping" in self.deepspeed:

@@ -11,7 +11,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from simplan.interop.configuration import Setting
-from simplan.interop.frameworks.hugging_face.keys import AUTO, is_true, table
+from simplan.interop.frameworks.hugging_face.keys import AUTO, is_true, table, whole
+from simplan.interop.frameworks.hugging_face.names import PROJECTIONS
+from simplan.wording import either
 
 if TYPE_CHECKING:  # a run reads itself by these functions
     from simplan.interop.frameworks.hugging_face.run import TrainerRun
@@ -144,3 +146,85 @@ def read_adapter_kind(run: TrainerRun) -> None:
         trainer.no_effect(("oft_rank", "module_dropout"))
     elif kind not in ("lora", "qlora", "full", "none", "false", "freeze"):
         trainer.refuse(key or "", "is not modeled yet", "use lora, or train all weights")
+
+
+def read_optimizer_of_factory(run: TrainerRun) -> bool:
+    """Read LLaMA-Factory's GaLore, APOLLO and BAdam, which replace the optimizer; False if none is used.
+
+    Source: LLaMA-Factory at ff6d4d1, train/trainer_utils.py (``create_custom_optimizer``) and hparams/parser.py.
+    """
+    trainer, known = run.trainer, table("projections")
+    name = next((name for name in (*known, "badam") if run.is_factory and trainer.is_true(f"use_{name}")), None)
+    if name is None:
+        return False
+    if name == "badam":
+        _read_badam(run)
+        return True
+    words = known[name]
+    for key, value in words["modeled"].items():
+        if str(trainer.value(key, value)).lower() != value:
+            trainer.refuse(key, "projects other gradients, or in another way, which is not modeled yet", f"use {value}")
+    word = str(trainer.value("optim", ""))
+    if word in words["optimizers"]:
+        trainer.put("training.optimizer", words["optimizers"][word], f"use_{name}")
+    else:
+        usual = [each for each in words["optimizers"] if each]
+        trainer.refuse("optim", f"is no optimizer that LLaMA-Factory has {name} for", f"use {either(usual)}")
+    if trainer.value("deepspeed"):
+        trainer.refuse("deepspeed", f"is refused by LLaMA-Factory with use_{name}", "use one device, or DDP")
+    rank, key = whole(trainer.value(f"{name}_rank")), f"{name}_rank"
+    where = trainer.full(key) if rank is not None else f"the default of LLaMA-Factory's {key}"
+    run.reading.put("training.optimizer_rank", 16 if rank is None else rank, where)
+    if trainer.is_true(f"{name}_layerwise"):
+        trainer.put("training.optimizer_in_backward", True, f"{name}_layerwise")
+    trainer.no_effect((*words["modeled"], *words["no_effect"], f"{name}_layerwise"))
+    return True
+
+
+def _read_badam(run: TrainerRun) -> None:
+    """Read BAdam; ``trained_parts`` reads the block that it trains."""
+    trainer = run.trainer
+    if str(trainer.value("badam_mode", "layer")) != "layer":
+        trainer.refuse("badam_mode", "trains a part of every tensor, which is not modeled yet", "use layer")
+    if "optim" in trainer and trainer.value("optim") not in ("adamw_torch", "adamw_torch_fused"):
+        trainer.refuse("optim", "is not modeled yet in BAdam's copies", "use adamw_torch")
+    trainer.put("training.optimizer", "badam", "use_badam")
+    trainer.not_modeled("use_badam", "every step returns the allocator's cache to the driver, which takes time")
+    trainer.no_effect(
+        ("badam_mode", "badam_switch_mode", "badam_start_block", "badam_switch_interval", "badam_verbose")
+    )
+
+
+def read_projections(run: TrainerRun) -> bool:
+    """Read GaLore and APOLLO of transformers; False if ``optim`` names none.
+
+    Source: transformers 5.23, trainer_optimizer.py (``_setup_low_rank_optimizer``).
+    """
+    trainer, word = run.trainer, str(run.trainer.value("optim")).lower().removeprefix("optimizernames.")
+    name = word.removesuffix("_layerwise")
+    if name not in PROJECTIONS:
+        return False
+    trainer.put("training.optimizer", name, "optim")
+    if name != word:
+        trainer.put("training.optimizer_in_backward", True, "optim")
+    targets = trainer.value("optim_target_modules")
+    listed = " ".join(map(str, targets)) if isinstance(targets, list) else str(targets or "")
+    if targets is None:
+        rule = "needs optim_target_modules, without which transformers stops"
+        trainer.refuse("optim", rule, "add optim_target_modules: [attn, mlp]")
+    elif listed.replace("_", "-") == "all-linear":
+        why = "the head's gradient is projected as well; here it is not"
+        trainer.not_modeled("optim_target_modules", why)
+    elif not ("attn" in listed and "mlp" in listed):
+        rule = "projects the gradients of some matrices only, which is not modeled yet"
+        trainer.refuse("optim_target_modules", rule, 'use ["attn", "mlp"], or all-linear')
+    settings = dict(
+        part.partition("=")[::2] for part in str(trainer.value("optim_args", "")).replace(" ", "").split(",")
+    )
+    for other, usual in table("projection_arguments").items():
+        if settings.get(other, usual) != usual:
+            trainer.refuse("optim_args", f"has another {other}, which is not modeled yet", f"use {other}={usual}")
+    where = trainer.full("optim_args") if "rank" in settings else "the default of transformers"
+    run.reading.put("training.optimizer_rank", whole(settings.get("rank")) or 128, where)
+    trainer.no_effect(("optim_args", "optim_target_modules"))
+    return True

@@ -38,6 +38,9 @@ def read_trained_parts(run: TrainerRun) -> None:
     if kind is not None and str(trainer.value(kind)).lower() == "freeze":
         _read_freeze(run, kind)
         return
+    if run.is_factory and trainer.is_true("use_badam"):
+        _read_block_of_badam(run)
+        return
     patterns = trainer.value("unfrozen_parameters")
     if not patterns:
         return
@@ -100,6 +103,22 @@ def _read_freeze(run: TrainerRun, kind: str) -> None:
 
     if _put_frozen(run, kind, trains) and not trainer.is_true("pure_bf16"):
         trainer.not_modeled(kind, "frozen weights stay in 16 bits; here they are as wide as trained ones")
+
+
+def _read_block_of_badam(run: TrainerRun) -> None:
+    """Read the block that BAdam trains; of those that take turns, the first, which needs most time and memory.
+
+    Source: badam 1.4, block_optim.py (``infer_param_groups``: blocks alone, no embedding and no head).
+    """
+    trainer, key = run.trainer, "use_badam"
+    if run.model is None:
+        trainer.refuse(key, "trains blocks of a model whose number of blocks no file says", _FIX)
+        return
+    stays = trainer.value("badam_switch_mode") == "fixed" or whole(trainer.value("badam_switch_interval")) == -1
+    block = (whole(trainer.value("badam_start_block")) or 0) if stays else 0
+    if _put_frozen(run, key, lambda module: module.startswith(f"layers.{block}.")) and not stays:
+        why = "blocks take turns; here the first one, with the longest backward, is trained in every step"
+        trainer.not_modeled(key, why)
 
 
 def _listed(value: object) -> list[str]:
