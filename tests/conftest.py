@@ -6,11 +6,14 @@ import gc
 import os
 import sys
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler.loadscope import LoadScopeScheduling
+
+from tests.support.slow import LONG_TESTS
 
 # Python starts a few hundred times, here and in children, and a start without bytecode mostly compiles our modules.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -65,6 +68,31 @@ def pytest_configure(config: pytest.Config) -> None:
     """The quick tests look at the same examples every time; all tests, where they run by hand, at more and new ones."""
     same = bool(os.environ.get("CI")) or "not slow" in config.option.markexpr
     settings.load_profile("same examples" if same else "new examples")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--cpu-times FOLDER`` writes the CPU seconds of every test, for ``python -m tests.support.slow``."""
+    parser.addoption("--cpu-times", type=Path, help="folder for the CPU seconds of every test, by worker")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Writes the CPU seconds of a test, and of its fixtures and processes, if they are asked for."""
+    folder, before = item.config.option.cpu_times, sum(os.times()[:4])
+    result = yield
+    if folder is not None:
+        with (folder / f"{os.getpid()}.tsv").open("a", encoding="utf-8") as file:
+            file.write(f"{sum(os.times()[:4]) - before:.2f}\t{item.nodeid}\n")
+    return result
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests whose CPU time was measured to be long are slow."""
+    long = set(LONG_TESTS.read_text(encoding="utf-8").splitlines())
+    for item in items:
+        if item.nodeid in long:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(wrapper=True)
