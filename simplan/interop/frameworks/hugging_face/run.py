@@ -128,8 +128,6 @@ class TrainerRun:
         """
         read_devices(self)
         read_plugins(self)
-        if self.is_unsloth:
-            read_unsloth(self)
         strategy = self._strategy()
         self._read_precision(strategy)
         self._read_batch()
@@ -160,6 +158,8 @@ class TrainerRun:
                 "deepspeed", "is offloading with adapters under DeepSpeed, which is not modeled yet", "use FSDP"
             )
         self._choose_software(strategy, offloads=offloads)
+        if self.is_unsloth:
+            read_unsloth(self)
         read_nccl_algo(self.reading)
         note_allocator(self.reading, grown=True)
         self._read_rest(strategy)
@@ -206,6 +206,13 @@ class TrainerRun:
     def is_unsloth(self) -> bool:
         """True for Python code with Unsloth."""
         return self.tool == UNSLOTH
+
+    @property
+    def runs_unsloth(self) -> bool:
+        """True for adapters on a model for which Unsloth has kernels that are modeled, once both are read."""
+        base = self.reading.written("training.base_weights") or {}
+        is_known = self._model is not None and self._model.family == "llama" and base.get("format") != "int8"
+        return self.is_unsloth and is_known and self.adapts and self.preference is None and self._precision != "fp8"
 
     @property
     def is_oft(self) -> bool:
@@ -501,8 +508,21 @@ class TrainerRun:
         elif self.is_trl and self.reading.written("plan.recompute") is None:
             self.reading.put("plan.recompute", "full", _TRL)
         self._read_offloaded_activations()
+        if not any(keys.is_true("activation_checkpointing") for keys in (self.trainer, fsdp)):
+            self._read_gradients_of_inputs()
         if fsdp.is_true("activation_checkpointing_offload"):
             fsdp.not_modeled("activation_checkpointing_offload", "the inputs of blocks move to host memory")
+
+    def _read_gradients_of_inputs(self) -> None:
+        """Gradients of what frozen embeddings make, which transformers asks for with recomputation of a model.
+
+        Source: transformers 5.23, modeling_utils.py, ``gradient_checkpointing_enable`` (models of text); PEFT 0.21,
+        peft_model.py, ``_prepare_model_for_gradient_checkpointing``.
+        """
+        key = self.trainer.first("gradient_checkpointing", "activation_offloading") or "gradient_checkpointing"
+        if self.adapts and self.reading.written("plan.recompute") == "full":
+            where = self.trainer.full(key) if key in self.trainer else "the default, recomputation"
+            self.reading.put("model.input_require_grads", True, where)
 
     def _read_offloaded_activations(self) -> None:
         """Activations on the host, by TRL's offloader: axolotl, loaders/model.py, ``_apply_activation_checkpointing``.
@@ -638,8 +658,10 @@ class TrainerRun:
         moves = bool(self.reading.written("plan.offload_activations"))
         targets = self.reading.written("model.lora_targets") or ()
         routed = not {*table("routed")}.isdisjoint(name.rpartition(".")[2] for name in targets)
-        if self.is_unsloth:
-            name, where = "torch", "Unsloth's kernels are not modeled, and torch's norms are fused as well"
+        if self.runs_unsloth:
+            name, where = "unsloth", "Unsloth's kernels"
+        elif self.is_unsloth:
+            name, where = "torch", "Unsloth's code of this job is not modeled, and torch's norms are fused as well"
             self.reading.put("software.loading", "device_map", "Unsloth loads onto the device")
         elif self._precision == "fp8":
             name, where = "torch", "the code of transformers in FP8 is not modeled"
@@ -677,7 +699,8 @@ class TrainerRun:
             read_preference_loss(self, self.preference[0])
             return
         if self.is_unsloth:
-            self.reading.put("software.loss", "chunked", "Unsloth's fused cross-entropy")
+            if not self.runs_unsloth:
+                self.reading.put("software.loss", "chunked", "Unsloth's fused cross-entropy")
             return
         for key in (key for key in _LIGER if trainer.is_true(key)):
             chosen = {name: trainer.value(f"liger_kernel_config.{name}") for name in _OTHER_LIGER_KERNELS}

@@ -116,10 +116,11 @@ def read_unsloth(run: TrainerRun) -> None:
     unsloth-zoo at ce232d6, fused_losses/cross_entropy_loss.py and gradient_checkpointing.py.
     """
     trainer = run.trainer
-    kernels = "its kernels of norms, gates, rotation and adapters are faster and save fewer tensors"
-    chunks = "its loss has as many chunks as free memory needs, each of at most 4 GiB of FP32 logits; here 8"
-    first = "; ".join([kernels, chunks] if run.preference is None else [kernels])
-    trainer.not_modeled("model_name_or_path", first)
+    if not run.runs_unsloth:
+        kernels = "its kernels of norms, gates, rotation and adapters are faster and save fewer tensors"
+        chunks = "its loss has as many chunks as free memory needs, each of at most 4 GiB of FP32 logits; here 8"
+        first = "; ".join([kernels, chunks] if run.preference is None else [kernels])
+        trainer.not_modeled("model_name_or_path", first)
     if trainer.is_true("load_in_4bit"):
         trainer.not_modeled(
             "load_in_4bit", "its own 4-bit checkpoints keep some layers in 16 bits; here none of blocks"
