@@ -88,6 +88,7 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
     fp8 = training.precision == "fp8"
     not_split = "the executor does not split {} whose scale in fp8 is one for all of them; use 1, or precision bf16"
     no_torchao = fp8_recipe(job) is not None and find_spec("torchao") is None
+    own = software.state(training, plan) if software.states(training, plan) else None
     no_transformers = software.layers.model_code == "transformers" and find_spec("transformers") is None
     limits = {
         "model.attention_sinks": (model.attention_sinks, "the executor has no attention sinks; use false"),
@@ -137,8 +138,9 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
         "plan.cp": (fp8 and plan.cp > 1, not_split.format("sequences")),
         "training.base_weights.format": _base_weights_limit(job),
         "training.fake_quantization.weights": (
-            training.fake_quantization is not None and (find_spec("torchao") is None or job.dtype == "fp64"),
-            "needs torchao, and weights of 32 or 16 bits; pip install 'simplan[float8]', or use dtype fp32",
+            training.fake_quantization is not None
+            and (find_spec("torchao") is None or job.dtype == "fp64" or model.lora_rank > 0),
+            "needs torchao, and weights of 32 or 16 bits without adapters; pip install 'simplan[float8]', or use dtype fp32",
         ),
         "software.autocast": (
             not software.autocast,
@@ -161,8 +163,12 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
             not_split.format("matrices") if fp8 else "the executor takes losses on preferences of whole logits; use 1",
         ),
         "model.lora_modules_to_save": (
-            bool(model.lora_modules_to_save) and training.is_of_preferences,
-            "the executor switches adapters off, and no modules that are trained; remove it",
+            bool(model.lora_modules_to_save)
+            and (
+                training.is_of_preferences or (own is not None and job.dtype != "fp64" and own.parameter != own.frozen)
+            ),
+            "the executor switches adapters off, and no modules that are trained, which it has as wide as adapters; "
+            "remove it, or use precision fp32",
         ),
         "plan.microbatch_size": (
             training.task == "kto" and min(plan.sizes_of_ranks) == 1,

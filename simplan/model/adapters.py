@@ -186,8 +186,11 @@ def _parameters(layer: LayerSpec, training: _Training, shard: Shard) -> Iterator
     for parameter, following in zip(layer.parameters, [*layer.parameters[1:], None], strict=True):
         name = parameter.name.rpartition(".")[0]
         frozen = training.freezes(parameter.name)
-        yield replace(parameter, frozen=True, partial_gradient=False) if frozen else parameter
-        if name == training.saved:
+        is_copy = name == training.saved
+        yield replace(
+            parameter, frozen=frozen, partial_gradient=parameter.partial_gradient and not frozen, is_copy=is_copy
+        )
+        if is_copy:
             original = replace(parameter, name=f"{name}.original_module.weight")
             yield replace(original, frozen=True, partial_gradient=False)
         if name not in ranks or (following is not None and following.name == f"{name}.bias"):

@@ -200,7 +200,9 @@ def fake_quantized(layer: LayerSpec) -> list[Gemm]:
     return [
         gemm
         for gemm in gemms
-        if (gemm.trained or f"{gemm.name}.lora_a" in names) and gemm.num_groups == 1 and not (gemm.chunks or gemm.image_elements)
+        if (gemm.trained or f"{gemm.name}.lora_a" in names)
+        and gemm.num_groups == 1
+        and not (gemm.chunks or gemm.image_elements)
     ]
 
 

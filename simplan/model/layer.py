@@ -73,6 +73,7 @@ class ParameterSpec:
         frozen: The weight is not trained: no gradient, no optimizer states.
         in_root: The weight is outside of the layer's module, so that FSDP has it in its root unit.
         stored: Stored form of a frozen weight of few bits; None for a weight of the usual width.
+        is_copy: A trained copy of a frozen weight, as wide as that one.
     """
 
     name: str
@@ -82,6 +83,7 @@ class ParameterSpec:
     frozen: bool = False
     in_root: bool = False
     stored: WeightFormat | None = None
+    is_copy: bool = False
 
     @property
     def num_elements(self) -> int:

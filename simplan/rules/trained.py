@@ -320,12 +320,16 @@ def rotations_modelled(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "model.lora_oft", f"OFT {what}", "use false")
 
 
-@unmodelled("trained copies of modules are modeled where adapters are as wide as the frozen weights")
+@unmodelled(
+    "trained copies of modules next to wider adapters are modeled for whole parameters of torch",
+    reads="shards_parameters",
+)
 def saved_modules_modelled(job: Job) -> Iterator[Problem]:
     if not job.model.lora_modules_to_save or not job.software.states(job.training, job.plan):
         return
     state = job.software.state(job.training, job.plan)
-    if state.parameter != state.frozen:
+    replicated = not job.plan.shards_parameters and not state.master and job.software.runtime == "torch"
+    if state.parameter not in (state.frozen, 2 * state.frozen if replicated else 0):
         what = (
             f"a trained copy as wide as the original ({state.frozen} bytes) next to adapters of {state.parameter} bytes"
         )

@@ -21,7 +21,14 @@ from simplan.wording import either, nearest_divisors
 _PRECISIONS = ("fp32", "tf32", "bf16", "fp16", *LOW_PRECISIONS)
 _TORCH_OPTIMIZERS = frozenset(
     {
-        "torch", "torchtitan", "torchtitan-2024", "torchtitan-2025", "transformers", "accelerate", "litgpt", "torchtune",
+        "torch",
+        "torchtitan",
+        "torchtitan-2024",
+        "torchtitan-2025",
+        "transformers",
+        "accelerate",
+        "litgpt",
+        "torchtune",
         "unsloth",
     }
 )

@@ -323,7 +323,7 @@ class _Tensors:
     def _tensor(self, parameter: ParameterSpec) -> _Sizes:
         state, ways, number = self._state, self._ways, parameter.num_elements
         shards = self._shards[parameter.expert]
-        width = state.frozen if parameter.frozen else state.parameter
+        width = state.frozen if parameter.frozen or parameter.is_copy else state.parameter
         file_bytes = CHECKPOINT_BYTES * number
         if (stored := parameter.stored) is not None:
             held, kept = stored.shard_bytes(parameter.shape, 1), stored.shard_bytes(parameter.shape, shards)

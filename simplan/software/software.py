@@ -16,7 +16,7 @@ from simplan.model.fake_quantization import SimulatedLinears, with_fake_quantiza
 from simplan.model.implementations.expert_dispatch import ExpertDispatch
 from simplan.model.implementations.layer_implementation import LayerImplementation, implemented_layers
 from simplan.model.implementations.loss_in_chunks import ChunkedLoss, LossMode
-from simplan.model.layer import LayerSpec
+from simplan.model.layer import LayerSpec, ParameterSpec
 from simplan.model.low_precision import Fp8Recipe, Kept, LinearFormat, LowPrecision, QuantizedWeights, linear_format
 from simplan.model.weight_format import WeightLibrary
 from simplan.optimizers import OPTIMIZERS, OptimizerName, Widths
@@ -184,6 +184,14 @@ class StateBytes(Spec):
     def update_fraction(self) -> float:
         """Bytes that an update reads and writes relative to FP32: 1/2 for weights of 16 bits without a master copy."""
         return 1 / 2 if not self.master and self.parameter == self.gradient == self.moment == 2 else 1.0
+
+    def elements_of(self, parameter: ParameterSpec, number: int | None = None) -> int:
+        """Elements of a parameter, or a number of them, as so many of the width of trained parameters.
+
+        A trained copy of a frozen weight is as wide as that one, and so are its gradient and its states of AdamW.
+        """
+        number = parameter.num_elements if number is None else number
+        return number * int(self.frozen) // int(self.parameter) if parameter.is_copy else number
 
     def widths(self, *, trainer: bool = False) -> Widths:
         """Widths that states of the optimizer depend on; the optimizer updates the master copy where there is one.

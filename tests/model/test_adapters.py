@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+import simplan
 from simplan import catalog
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
+from simplan.program.program import MemoryCategory
 from tests.jobs import problems
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "seq_len": 32}
@@ -80,7 +83,7 @@ def test_norm_of_heads_follows_the_adapter_of_its_projection() -> None:
          "have no backward (model.frozen) is not modeled yet"),
         ({"lora_targets": ["head"]}, LORA, {}, "model.lora_targets = [head]: an adapter of the head of tied embeddings "
          "is not modeled yet"),
-        ({"lora_modules_to_save": ["head"], "tied_embeddings": False}, LORA | {"precision": "bf16"}, {},
+        ({"lora_modules_to_save": ["head"], "tied_embeddings": False}, LORA | {"precision": "bf16"}, {"dp_shard": 2},
          "model.lora_modules_to_save = [head]: a trained copy as wide as the original (2 bytes) next to adapters of 4"),
         ({}, LORA, {"pp": 2, "schedule": "zb-h1"}, "plan.schedule = zb-h1: a backward in two parts with "
          "adapters (model.lora_rank) is not modeled yet"),
@@ -114,6 +117,30 @@ def test_frozen_parts_are_those_that_are_named(frozen: list[str], trained: int) 
     """Llama 3 8B, 8,030,261,248 parameters, of which 2 x 128,256 x 4,096 are the embedding and the head."""
     model = adapted("llama3-8b", frozen=frozen)
     assert (model.num_parameters, model.num_trained_parameters) == (8_030_261_248, trained)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+def test_saved_modules_are_as_wide_as_their_originals(optimizer: str) -> None:
+    """PEFT casts adapters alone to FP32 (tuners/tuners_utils.py, cast_adapter_dtype); torch's states follow weights."""
+
+    def bytes_by_kind(*saved: str) -> list[int]:
+        options = {"lora_rank": 8, "lora_modules_to_save": list(saved), "task": "lora", "optimizer": optimizer}
+        options |= {"zero_grad_set_to_none": False, "precision": "bf16", "device": "h100-sxm", "num_devices": 1}
+        found = simplan.predict("llama3-8b", {**options, "global_batch_size": 1, "seq_len": 512}).worst_memory
+        kinds = MemoryCategory.PARAMETERS, MemoryCategory.GRADIENTS, MemoryCategory.OPTIMIZER
+        return [found.by_category[kind] for kind in kinds]
+
+    more = [b - a for a, b in zip(bytes_by_kind(), bytes_by_kind("embedding", "head"), strict=True)]
+    number = 2 * 128_256 * 4096
+    weight = torch.nn.Parameter(torch.zeros(64, 4096, dtype=torch.bfloat16))
+    weight.grad = torch.zeros_like(weight)
+    adam = torch.optim.AdamW([weight])
+    adam.step()
+    states = sum(value.nbytes for value in adam.state[weight].values() if value.dim())
+    of_bitsandbytes = 2 * (number + 4 * number // 256)  # a byte per element, and FP32 per block
+    assert more[0] == weight.element_size() * number
+    assert more[1] == weight.grad.element_size() * (number + number // 2)  # that of the head, before it is added
+    assert more[2] == (states * number // weight.numel() if optimizer == "adamw" else of_bitsandbytes)
 
 
 def test_routers_and_experts_have_only_some_adapters() -> None:

@@ -145,11 +145,11 @@ def _kept(operators: Sequence[Operator], head: Gemm, chunks: Chunks) -> Iterator
             scratch = (Tensor("gradients of hidden states by a chunk", head.m * head.k),)
             if chunks.number is not None:
                 others = chunks.number - 1 - head.trained  # after the first one, or the second with its second gradient
-                scratch += tuple(
-                    replace(tensor, elements=tensor.elements * others // chunks.number) for tensor in kept
-                )
+                scratch += tuple(replace(tensor, elements=tensor.elements * others // chunks.number) for tensor in kept)
             if head.trained:
-                scratch += (Tensor("gradient of the weight by later chunks", head.weight_elements, per_microbatch=True),)
+                scratch += (
+                    Tensor("gradient of the weight by later chunks", head.weight_elements, per_microbatch=True),
+                )
         held: tuple[Tensor, ...] = ()
         if operator.kernel is not None and operator.kernel.name == LOSS:  # by the loop and by the function of a chunk
             held += () if head.trained else (Tensor("hidden states of all chunks", head.m * head.k),)

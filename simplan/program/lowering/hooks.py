@@ -278,7 +278,12 @@ class DdpHooks(Hooks):
     def _reductions(self, action: Action) -> list[int]:
         """Reduces all gradients of the stage in buckets; returns the operations to wait for."""
         stages, writer = self.stages, self.writer
-        buckets = ddp_buckets(stages.layers[action.stage], stages.state.reduced, *self._limits)
+        buckets = ddp_buckets(
+            stages.layers[action.stage],
+            stages.state.reduced,
+            *self._limits,
+            min(stages.state.frozen, stages.state.reduced),
+        )
         reduced = []
         for number, bucket in enumerate(buckets):
             name = f"bucket {number}" if self.level == 2 else str(self._kind)
@@ -348,7 +353,7 @@ class Bucket(NamedTuple):
 
 
 def ddp_buckets(
-    layers: Iterable[LayerSpec], gradient_bytes: int, bucket_bytes: int, first_bucket_bytes: int
+    layers: Iterable[LayerSpec], gradient_bytes: int, bucket_bytes: int, first_bucket_bytes: int, copy_bytes: int = 0
 ) -> tuple[Bucket, ...]:
     """Returns the buckets in the order in which DDP reduces them from the second step on.
 
@@ -363,6 +368,7 @@ def ddp_buckets(
         gradient_bytes: Bytes of one gradient element.
         bucket_bytes: Size limit of all buckets except the first, in bytes.
         first_bucket_bytes: Size limit of the first bucket, in bytes.
+        copy_bytes: Bytes of one gradient element of a trained copy of a frozen weight; 0 for ``gradient_bytes``.
     """
     stage = list(layers)
     holds_embedding = any(layer.kind is LayerKind.EMBEDDING for layer in stage)
@@ -375,7 +381,7 @@ def ddp_buckets(
             parameter = layer.parameters[index]
             if parameter.expert or (holds_embedding and parameter.name in layer.tied):
                 continue
-            filled += parameter.num_elements * gradient_bytes
+            filled += parameter.num_elements * (copy_bytes if parameter.is_copy and copy_bytes else gradient_bytes)
             ready_layer = position
             shapes.append(parameter.shape)
             if filled >= limit:

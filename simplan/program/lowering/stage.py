@@ -163,7 +163,7 @@ class Stages:
     def _elements(self, counts: Callable[[ParameterSpec], bool]) -> list[list[int]]:
         """Returns, per stage and layer, the elements of the selected parameters that the layer adds."""
         alike = {id(parameters): parameters for of_stage in self.brought for parameters in of_stage}
-        found = {key: sum(p.num_elements for p in parameters if counts(p)) for key, parameters in alike.items()}
+        found = {key: sum(map(self.state.elements_of, filter(counts, parameters))) for key, parameters in alike.items()}
         return [[found[id(parameters)] for parameters in of_stage] for of_stage in self.brought]
 
     def _copied_elements(self) -> list[list[int]]:
@@ -292,7 +292,8 @@ class Stages:
         key = (layer.key, mode, variant, ends)
         layer_facts = self._facts.get(key)
         if layer_facts is None:
-            shares = self.trained[stage][-1] != self.layers[stage][-1].num_trained
+            own = (p for p in self.layers[stage][-1].parameters if not p.frozen)
+            shares = self.trained[stage][-1] != sum(map(self.state.elements_of, own))
             left = self._left_gradient(layer) if shares else 0
             kept = Recomputation(frozenset(tensor.name for tensor in layer.saved))
             if recomputes:

@@ -15,6 +15,7 @@ from simplan.program.lowering.stage import Stages
 from simplan.program.lowering.units import shard_elements
 from simplan.program.memory.footprint import brought_parameters
 from simplan.program.program import Communication, LayerWork, Phase, TensorUpdates
+from simplan.software.software import StateBytes
 
 
 class LayerStates(NamedTuple):
@@ -38,11 +39,12 @@ class LayerStates(NamedTuple):
 
 
 def layer_states(
-    parameters: Iterable[ParameterSpec], num_shards: int, expert_shards: int, shard: int = 0
+    parameters: Iterable[ParameterSpec], state: StateBytes, num_shards: int, expert_shards: int, shard: int = 0
 ) -> LayerStates:
     """Computes the elements that a rank holds of a layer.
 
     Args:
+        state: Bytes per element of the run.
         num_shards: Ranks over which each parameter is sharded; 1 for no sharding.
         expert_shards: Ranks over which expert-parallel parameters are sharded; 1 for no sharding.
         shard: Index of the shard; shard 0 has the padded size.
@@ -51,7 +53,7 @@ def layer_states(
     packed = packed_bytes = 0
     for parameter in parameters:
         over, index = (expert_shards, 0) if parameter.expert else (num_shards, shard)
-        number = shard_elements(parameter.shape, over, index)
+        number = state.elements_of(parameter, shard_elements(parameter.shape, over, index))
         for place, counts in enumerate((True, not parameter.frozen, parameter.expert, parameter.partial_gradient)):
             found[place] += number * counts
         if parameter.stored is not None:
@@ -69,7 +71,7 @@ def second_model_bytes(stages: Stages, rank: int) -> int:
     mapping = stages.mapping
     shards = (len(mapping.group("shard", rank)), stages.plan.expert_shards) if stages.is_sharded else (1, 1)
     mine = stages.stages_of(mapping.place(rank).pp)
-    held = (layer_states(parameters, *shards) for stage in mine for parameters in stages.brought[stage])
+    held = (layer_states(parameters, stages.state, *shards) for stage in mine for parameters in stages.brought[stage])
     return sum(each.weights for each in held) * stages.state.frozen
 
 
@@ -107,7 +109,9 @@ class RankStates:
         brought = self.stages.brought[stage]
         shard = self._shard if exact and self._shards[0] > 1 else 0
         alike = {id(parameters): parameters for parameters in brought}
-        found = {key: layer_states(parameters, *self._shards, shard) for key, parameters in alike.items()}
+        found = {
+            key: layer_states(parameters, self.stages.state, *self._shards, shard) for key, parameters in alike.items()
+        }
         return [found[id(parameters)] for parameters in brought]
 
     def _updates(self, stage: int) -> list[int]:

@@ -155,10 +155,13 @@ def _copied_weight_bytes(layer: LayerSpec, kernel: Gemm, state: StateBytes) -> i
     """
     if state.linear is not None and kernel in quantized_linears(layer, state.linear):
         return kept_weight_bytes(state.linear, kernel)
-    shapes = (p.shape for p in layer.parameters if p.name == f"{kernel.name}.weight")
+    own = [p for p in layer.parameters if p.name == f"{kernel.name}.weight"]
+    shapes = (p.shape for p in own)
     # a convolution always saves its weight
     saved = kernel.propagates or (kernel.trained and any(len(shape) > _EXPERT_DIMENSIONS for shape in shapes))
     if kernel.stored is not None or kernel.full_precision or not saved:
+        return 0
+    if any(p.is_copy for p in own) and state.frozen == state.activation:
         return 0
     if not kernel.trained:  # autocast narrows what is FP32; a capture has that as a tensor of its own
         if layer.key.startswith(CAPTURED):

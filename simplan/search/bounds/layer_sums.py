@@ -392,7 +392,7 @@ def _bytes_of(stages: Stages, position: int, *, splits: bool) -> tuple[float, ..
     if splits:
         between = facts.split().between_activations + facts.split().between_logits
     own = [p for p in layer.parameters if p.name not in layer.tied]
-    trained = sum(p.num_elements for p in own if not p.frozen)
+    trained = sum(stages.state.elements_of(p) for p in own if not p.frozen)
     experts = sum(p.num_elements for p in own if p.expert and not p.frozen)
     frozen: float = sum(p.num_elements for p in own if p.frozen and p.stored is None)
     scale_bytes = 0

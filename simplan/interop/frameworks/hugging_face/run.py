@@ -135,6 +135,7 @@ class TrainerRun:
         self._read_recomputation(strategy)
         self._read_model()
         self._read_adapters()
+        self._read_gradients_of_inputs(strategy)
         offloads = False
         if strategy == "deepspeed":
             offloads = read_zero(self)
@@ -508,19 +509,21 @@ class TrainerRun:
         elif self.is_trl and self.reading.written("plan.recompute") is None:
             self.reading.put("plan.recompute", "full", _TRL)
         self._read_offloaded_activations()
-        if not any(keys.is_true("activation_checkpointing") for keys in (self.trainer, fsdp)):
-            self._read_gradients_of_inputs()
         if fsdp.is_true("activation_checkpointing_offload"):
             fsdp.not_modeled("activation_checkpointing_offload", "the inputs of blocks move to host memory")
 
-    def _read_gradients_of_inputs(self) -> None:
-        """Gradients of what frozen embeddings make, which transformers asks for with recomputation of a model.
+    def _read_gradients_of_inputs(self, strategy: str) -> None:
+        """Gradients of what frozen embeddings make, which transformers asks for where it recomputes blocks itself.
 
         Source: transformers 5.23, modeling_utils.py, ``gradient_checkpointing_enable`` (models of text); PEFT 0.21,
-        peft_model.py, ``_prepare_model_for_gradient_checkpointing``.
+        peft_model.py, ``_prepare_model_for_gradient_checkpointing``; LLaMA-Factory at ff6d4d1, model_utils/
+        checkpointing.py, ``get_custom_gradient_checkpointing_func``.
         """
         key = self.trainer.first("gradient_checkpointing", "activation_offloading") or "gradient_checkpointing"
-        if self.adapts and self.reading.written("plan.recompute") == "full":
+        fsdp = fsdp_keys(self) if strategy == "fsdp" else Keys(self.reading)
+        of_fsdp = any(keys.is_true("activation_checkpointing") for keys in (self.trainer, fsdp))
+        recomputes = self.reading.written("plan.recompute") == "full" and not of_fsdp
+        if self.adapts and recomputes and self.captured is None:
             where = self.trainer.full(key) if key in self.trainer else "the default, recomputation"
             self.reading.put("model.input_require_grads", True, where)
 

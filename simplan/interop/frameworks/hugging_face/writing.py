@@ -147,16 +147,18 @@ def export_deepspeed(job: Job, name: str) -> Exported:
 def _with_checkpointing(job: Job, options: tuple[Option, ...]) -> tuple[Option, ...]:
     """Options with the recomputation of FSDP in place of the Trainer's, and without TRL's default.
 
-    The Trainer's under FSDP gathers the parameters once more in backward, of which transformers warns.
+    The Trainer's under FSDP gathers the parameters once more in backward, of which transformers warns. It stays where
+    embeddings' results have gradients (``model.input_require_grads``), for which it asks.
     """
     key, found = "--gradient_checkpointing", list(options)
     own = next(option for option in found if option.setting.key == key)
     last = next((n for n, each in enumerate(found) if each.setting.key == "fsdp_config.fsdp_state_dict_type"), None)
-    if last is not None:
+    moved = last is not None and not job.model.input_require_grads
+    if moved and last is not None:
         found.remove(own)
         name = "fsdp_config.fsdp_activation_checkpointing"
         found.insert(last + 1, Option(Setting(name, own.setting.value), own.comment))
-    if job.training.task != "pretrain" and (last is not None or own.setting.value is False):
+    if job.training.task != "pretrain" and (moved or own.setting.value is False):
         found.append(Option(Setting(key, "false"), "TRL's default is true"))
     return tuple(found)
 
