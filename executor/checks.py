@@ -140,11 +140,20 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
         "training.fake_quantization.weights": (
             training.fake_quantization is not None
             and (find_spec("torchao") is None or job.dtype == "fp64" or model.lora_rank > 0),
-            "needs torchao, and weights of 32 or 16 bits without adapters; pip install 'simplan[float8]', or use dtype fp32",
+            "needs torchao, and weights of 32 or 16 bits without adapters; pip install 'simplan[float8]', or use dtype "
+            "fp32",
         ),
         "software.autocast": (
             not software.autocast,
             "the executor trains adapters under autocast; use true",
+        ),
+        "training.preference.logits": (
+            training.preference is not None and training.preference.logits,
+            "the executor's reward models have no logits; use false",
+        ),
+        "software.flat_shards": (
+            software.flat_shards,
+            "the executor shards by FSDP2; use false",
         ),
         "software.channels_last": (
             software.channels_last,

@@ -126,6 +126,10 @@ class PreferenceSpec(Spec):
         None, description="type of the second model's weights; default: that of frozen weights"
     )
 
+    logits: bool = Field(
+        False, description="reward models compute logits in forward as well, which nothing uses (LLaMA-Factory)"
+    )
+
     @property
     def reference_bytes(self) -> int | None:
         """Bytes per weight of the second model; None for those of frozen weights."""
@@ -239,6 +243,8 @@ class TrainingSpec(Spec):
     @property
     def objective(self) -> Objective:
         """Output and loss of the model's head."""
+        if self.task == "reward" and self.preference is not None and self.preference.logits:
+            return "score_and_logits"
         return _OBJECTIVES.get(self.task, "tokens")
 
     def reference(self, *, has_adapters: bool) -> Reference:

@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING
 from simplan.model.kernel import Gemm, Kernel, LayerCollective, Lookup, OperandKernels, Pointwise
 from simplan.model.layer import LayerKind, LayerSpec, Operator, ParameterSpec, Role, Tensor
 from simplan.model.module_names import PartName, matrices, modules, numbered, part_name
+from simplan.model.parts.embedding_and_head import SCORE
 from simplan.model.parts.part import FP32_BYTES, MASK_BYTES, cast
 
 if TYPE_CHECKING:  # the model unfolds into layers and so imports this module
@@ -141,8 +142,10 @@ def _trainings(layers: Sequence[LayerSpec], model: ModelSpec) -> Iterator[tuple[
             kept = _END_MATRICES[kind] if kind in saved else ""
             order = tuple((name, chosen[name]) for name in own if name in chosen)
             modules_frozen = None
-            if kind is LayerKind.HEAD and model.objective == "score":  # PEFT trains the new head of a reward model
-                modules_frozen = frozenset(p.name.rpartition(".")[0] for p in layer.parameters) - {_END_MATRICES[kind]}
+            if kind is LayerKind.HEAD and model.objective in ("score", "score_and_logits"):
+                # PEFT trains the new head of a reward model, and so does LLaMA-Factory
+                new = _END_MATRICES[kind] if model.objective == "score" else SCORE
+                modules_frozen = frozenset(p.name.rpartition(".")[0] for p in layer.parameters) - {new}
             yield layer, _Training(order, modules_frozen, kept, dropout, model.lora_dora, model.lora_oft)
             continue
         names_frozen: set[str] = set()

@@ -18,7 +18,7 @@ from simplan.model.parts.embedding_and_head import head_for
 from simplan.plan.shard import Shard
 from simplan.wording import either
 
-Objective = Literal["tokens", "odds_ratio", "score"]
+Objective = Literal["tokens", "odds_ratio", "score", "score_and_logits"]
 """Output of a language model's head: logits of tokens and their cross-entropy, with that of chosen sequences apart
 (ORPO), or one score of every token in place of logits (reward models)."""
 _OF_ALL = frozenset({"name", "family", "packs", "sources", "objective", "trains_nothing"})

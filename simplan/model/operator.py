@@ -97,8 +97,8 @@ class Operator:
         splits: The results are parts of the tensor read, whose gradients backward joins.
         joins: Names of tensors of which parts are read as views: backward joins the gradients of the parts.
         passes: The gradient of the result is the gradient of every tensor read, cast where widths differ.
-        gradients_into: Pairs of a tensor read and the saved tensor whose memory its gradient takes, empty for memory of its
-            own. If the gradient exists already, it is added to by the same kernel.
+        gradients_into: Pairs of a tensor read and the saved tensor whose memory its gradient takes, empty for memory of
+            its own. If the gradient exists already, it is added to by the same kernel.
         gates: Activation of a gate, which a fused kernel computes together with the multiplication after it.
         composed: Backward is composed of single operations, whose tensors are its scratch, unless the framework has a
             fused kernel.

@@ -8,13 +8,18 @@ from types import MappingProxyType
 from simplan.errors import Problem
 from simplan.job import Job
 from simplan.optimizers import OPTIMIZERS, Situation
-from simplan.rules.rule import problem_of, unmodelled
+from simplan.rules.rule import problem_of, rule, unmodelled
 from simplan.wording import either
 
 
 def _has_dtensors(job: Job) -> bool:
-    """False for DeepSpeed, whose ZeRO gives an optimizer plain flat tensors (``runtime/zero/stage3.py``)."""
-    return job.software.id != "deepspeed"
+    """False for DeepSpeed, whose ZeRO gives an optimizer plain flat tensors (``runtime/zero/stage3.py``), and FSDP1's.
+
+    FSDP1 gives it views of them (torch 2.13, torch/distributed/fsdp/_flat_param.py, ``_use_sharded_views``), which an
+    optimizer takes that updates element by element.
+    """
+    is_flat = job.software.flat_shards and OPTIMIZERS[job.training.optimizer].package == "bitsandbytes"
+    return job.software.id != "deepspeed" and not is_flat
 
 
 _ABOUT_PLANS: Mapping[Situation, Callable[[Job], bool]] = MappingProxyType(
@@ -40,6 +45,13 @@ def optimizer_of_plan(job: Job) -> Iterator[Problem]:
         applies = _ABOUT_PLANS.get(situation)
         if applies is not None and applies(job):
             yield problem_of(job, "training.optimizer", sentence, fix)
+
+
+@rule("flat_shards is of sharded parameters", reads="shards_parameters")
+def flat_shards_of_fsdp(job: Job) -> Iterator[Problem]:
+    if job.software.flat_shards and not job.plan.shards_parameters:
+        sentence = "is of parameters that FSDP shards, and plan.zero_stage shards none"
+        yield problem_of(job, "software.flat_shards", sentence, "use plan.zero_stage = 3, or remove it")
 
 
 @unmodelled("the optimizer is not modeled for this software")

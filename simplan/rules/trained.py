@@ -644,6 +644,15 @@ def head_of_scores(job: Job) -> Iterator[Problem]:
         yield problem_of(job, "software.loss", sentence, "use software.loss = whole")
 
 
+@rule("logits next to a score are of reward models")
+def logits_of_rewards(job: Job) -> Iterator[Problem]:
+    preference = job.training.preference
+    if preference is not None and preference.logits and job.training.task != "reward":
+        yield _of_preference(
+            job, "logits", f"is of reward models, and training.task = {job.training.task}", "use false"
+        )
+
+
 @rule("a second model on the host must fit there", reads="shards_parameters offload_optimizer", reads_cluster=True)
 def second_model_on_host(job: Job) -> Iterator[Problem]:
     plan, cluster, host = job.plan, job.cluster, job.cluster.host_memory_bytes

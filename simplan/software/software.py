@@ -39,6 +39,7 @@ SoftwareOption = Literal[
     "dtensor",
     "expert_dispatch",
     "expert_overlap",
+    "flat_shards",
     "fp8_activation_input",
     "fp8_dot_product_attention",
     "fused_experts",
@@ -427,6 +428,13 @@ class SoftwareSpec(Spec):
             "its buckets. Else gradients are zeroed in place, and count for the whole step. Of runtime torch."
         ),
     )
+    flat_shards: bool = Field(
+        False,
+        description=(
+            "FSDP1: each rank has a plain part of one flat tensor per unit, which optimizers of bitsandbytes can "
+            "update; else parts of each parameter, as FSDP2 has. Gathers are those of FSDP2."
+        ),
+    )
     waits_for_gradients: Literal["backward", "step"] = "backward"
     waits_for_batch: bool = False
     reduces_each_microbatch: bool = False
@@ -526,6 +534,7 @@ class SoftwareSpec(Spec):
             "dtensor": "DTensor" if self.dtensor else "",
             "expert_dispatch": self.expert_dispatch if self.expert_dispatch != "copies" else "",
             "expert_overlap": "expert all-to-all overlapped with another microbatch" if self.expert_overlap else "",
+            "flat_shards": "flat shards" if self.flat_shards else "",
             "fp8_activation_input": "FP8 inputs of activations" if self.fp8_activation_input else "",
             "fp8_dot_product_attention": "FP8 attention" if self.fp8_dot_product_attention else "",
             "fused_experts": "fused experts" if self.fused_experts else "",

@@ -143,6 +143,20 @@ def test_saved_modules_are_as_wide_as_their_originals(optimizer: str) -> None:
     assert more[2] == (states * number // weight.numel() if optimizer == "adamw" else of_bitsandbytes)
 
 
+def test_scores_next_to_logits_cost_memory_in_forward_alone() -> None:
+    """TRL's AutoModelForCausalLMWithValueHead: lm_logits.float() next to the logits, for a loss that reads values."""
+    options: dict[str, Any] = {"task": "reward", "lora_rank": 8, "precision": "bf16", "device": "h100-sxm"}
+    options |= {"num_devices": 1, "global_batch_size": 1, "seq_len": 512, "software": "accelerate"}
+    alone = simplan.predict("llama3.2-1b", options)
+    both = simplan.predict("llama3.2-1b", {**options, "training.preference": {"logits": True}})
+    logits = 2 * 512 * 128_256 * (2 + 4)
+    assert both.worst_memory.by_category[MemoryCategory.LOGITS] == logits
+    assert both.job.model.num_trained_parameters == alone.job.model.num_trained_parameters
+    head = both.job.model.layers[-1]
+    assert head.flops() - alone.job.model.layers[-1].flops() == 2 * 512 * 2048 * 128_256
+    assert head.backward_flops() == alone.job.model.layers[-1].backward_flops()
+
+
 def test_routers_and_experts_have_only_some_adapters() -> None:
     """PEFT, tuners/lora/layer.py: ParamWrapper refuses DoRA and dropout."""
     for targets, more, wanted in (

@@ -1,4 +1,4 @@
-"""Layers of torchtune against modules that are written as torchtune writes them, in what autograd saves and allocates."""
+"""Layers of torchtune against modules written as torchtune writes them, in what autograd saves and allocates."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def inputs() -> Tensor:
 def peaks_of(module: nn.Module, run: Any = None) -> tuple[int, int]:
     """Bytes of forward and of backward at their peaks, besides weights, their sums of gradients and the input."""
     x, tracker = inputs(), StorageTracker()
-    own = [tensor for tensor in (*module.parameters(), *module.buffers(), x)]
+    own = [*module.parameters(), *module.buffers(), x]
     for tensor in (each for each in own if each.requires_grad):
         tensor.grad = torch.zeros_like(tensor)
     with tracker.counting():

@@ -172,15 +172,7 @@ def implemented_layers(
 
 def implemented_layer(layer: LayerSpec, implementation: LayerImplementation, *, dropout: bool) -> LayerSpec:
     """One layer under an implementation; ``dropout`` if the model trains with it."""
-    if implementation.model_code == "transformers":
-        layer = as_transformers(layer)
-    elif implementation.model_code == "litgpt":
-        layer = as_litgpt(layer)
-    elif implementation.model_code == "torchtune":
-        is_chunked = implementation.chunked_loss is not None
-        layer = as_torchtune(layer, compiled=implementation.compiled, chunked=is_chunked)
-    elif implementation.model_code == "unsloth":
-        layer = as_unsloth(layer)
+    layer = _as_in_code(layer, implementation)
     operators, parameters = layer.operators, layer.parameters
     if implementation.regathers_tokens:
         operators, parameters = biases_after_sums(operators, parameters)
@@ -230,6 +222,22 @@ def implemented_layer(layer: LayerSpec, implementation: LayerImplementation, *, 
         compiled=compiled,
         full_recompute_pass=to_end,
     )
+
+
+def _as_in_code(layer: LayerSpec, implementation: LayerImplementation) -> LayerSpec:
+    """A layer as in the model's code."""
+    match implementation.model_code:
+        case "transformers":
+            return as_transformers(layer)
+        case "litgpt":
+            return as_litgpt(layer)
+        case "torchtune":
+            chunked = implementation.chunked_loss is not None
+            return as_torchtune(layer, compiled=implementation.compiled, chunked=chunked)
+        case "unsloth":
+            return as_unsloth(layer)
+        case "framework":
+            return layer
 
 
 def _with_attention(

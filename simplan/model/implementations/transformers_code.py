@@ -56,7 +56,10 @@ def _operators(operator: Operator) -> Iterator[Operator]:
 
 
 def rms_norm(operator: Operator, kernel: Pointwise) -> Iterator[Operator]:
-    """An RMSNorm of single operations: x32 = x in FP32; r = rsqrt(mean(x32^2) + eps); y = x32 r in the precision of x; y times the weight."""
+    """Single operations of an RMSNorm.
+
+    x32 = x in FP32; r = rsqrt(mean(x32^2) + eps); y = x32 r in the precision of x; y times the weight.
+    """
     (source,), (result, statistics), size = operator.reads, operator.makes, kernel.writes
     name = kernel.name
     wide = Tensor(f"{name} input in FP32", size, FP32_BYTES)

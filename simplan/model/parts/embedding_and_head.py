@@ -149,13 +149,20 @@ def output_distribution(
     return joined(*gathers, matrix, *sums[:1], cast(logits, wide), loss, *sums[1:])
 
 
-def head_for(layer: LayerSpec, objective: Literal["odds_ratio", "score"]) -> LayerSpec:
+SCORE = "v_head"
+"""Module with the score of a reward model that has logits as well."""
+
+
+def head_for(layer: LayerSpec, objective: Literal["odds_ratio", "score", "score_and_logits"]) -> LayerSpec:
     """The head of a language model for preference training with another output or loss.
 
     ``score``: one number of every token in place of logits, by a weight of its own, of which the loss reads that of the
-    last token (transformers, modeling_layers.py, ``GenericForSequenceClassification``). ``odds_ratio``: next to the
-    log-probabilities of all sequences, the cross-entropy of the chosen ones, half of a pair, has log-probabilities of
-    its own, and its gradient is padded to the logits of all sequences (TRL, ``ORPOTrainer.concatenated_forward``).
+    last token (transformers, modeling_layers.py, ``GenericForSequenceClassification``). ``score_and_logits``: that
+    number next to logits and their copy in FP32, which forward computes and nothing uses (TRL before 1.0,
+    models/modeling_value_head.py, ``AutoModelForCausalLMWithValueHead``, with which LLaMA-Factory trains,
+    train/rm/trainer.py). ``odds_ratio``: next to the log-probabilities of all sequences, the cross-entropy of the
+    chosen ones, half of a pair, has log-probabilities of its own, and its gradient is padded to the logits of all
+    sequences (TRL, ``ORPOTrainer.concatenated_forward``).
     """
     key = f"{layer.key},{objective}"
     if objective == "odds_ratio":
@@ -166,6 +173,8 @@ def head_for(layer: LayerSpec, objective: Literal["odds_ratio", "score"]) -> Lay
     assert isinstance(kernel, Gemm)
     rows, name = kernel.m, kernel.name
     scores, reward = Tensor("scores", rows), Tensor("score of the last token", 1, FP32_BYTES)
+    if objective == "score_and_logits":
+        return _with_score(layer, place, kernel, key)
     matrix = replace(matrix, kernel=replace(kernel, n=1), makes=(scores,), parameters=(f"{name}.weight",))
     loss = Operator(kernel=Pointwise(LOSS, rows, 1), reads=(scores.name,), makes=(reward,), saves=(reward.name,))
     weight = ParameterSpec(f"{name}.weight", (1, kernel.k))
@@ -177,6 +186,29 @@ def head_for(layer: LayerSpec, objective: Literal["odds_ratio", "score"]) -> Lay
         operators=(*layer.operators[:place], matrix, loss),
         output_shapes=((rows, 1),),
         tied=(),
+    )
+
+
+def _with_score(layer: LayerSpec, place: int, kernel: Gemm, key: str) -> LayerSpec:
+    """A head of logits that nothing uses, and of a score."""
+    (source,), name = layer.operators[place].reads, f"{kernel.name}.weight"
+    loss = next(o for o in layer.operators if o.kernel is not None and o.kernel.name == LOSS)
+    unused = tuple(
+        replace(o, kernel=None if o.kernel is None else replace(kernel, trained=False, propagates=False), saves=(),
+                parameters=(), detached=True)
+        for o in layer.operators[place:]
+        if o.kernel is kernel or any(tensor.name in loss.reads for tensor in o.makes)
+    )  # fmt: skip
+    score = linear(SCORE, source, (kernel.m, 1, kernel.k), result="scores")
+    reward = Tensor("score of the last token", 1, FP32_BYTES)
+    of_score = Operator(kernel=Pointwise(LOSS, kernel.m, 1), reads=("scores",), makes=(reward,), saves=(reward.name,))
+    parameters = tuple(replace(p, frozen=True) if p.name == name else p for p in layer.parameters)
+    return replace(
+        layer,
+        key=key,
+        parameters=(*parameters, *score.parameters),
+        operators=(*layer.operators[:place], *unused, *score.operators, of_score),
+        output_shapes=((kernel.m, 1),),
     )
 
 

@@ -39,21 +39,27 @@ class LayerStates(NamedTuple):
 
 
 def layer_states(
-    parameters: Iterable[ParameterSpec], state: StateBytes, num_shards: int, expert_shards: int, shard: int = 0
+    parameters: Iterable[ParameterSpec],
+    num_shards: int,
+    expert_shards: int,
+    shard: int = 0,
+    state: StateBytes | None = None,
 ) -> LayerStates:
     """Computes the elements that a rank holds of a layer.
 
     Args:
-        state: Bytes per element of the run.
         num_shards: Ranks over which each parameter is sharded; 1 for no sharding.
         expert_shards: Ranks over which expert-parallel parameters are sharded; 1 for no sharding.
         shard: Index of the shard; shard 0 has the padded size.
+        state: Bytes per element; None where no copy of a frozen weight is trained.
     """
     found = [0, 0, 0, 0]
     packed = packed_bytes = 0
     for parameter in parameters:
         over, index = (expert_shards, 0) if parameter.expert else (num_shards, shard)
-        number = state.elements_of(parameter, shard_elements(parameter.shape, over, index))
+        number = shard_elements(parameter.shape, over, index)
+        if state is not None:
+            number = state.elements_of(parameter, number)
         for place, counts in enumerate((True, not parameter.frozen, parameter.expert, parameter.partial_gradient)):
             found[place] += number * counts
         if parameter.stored is not None:
@@ -71,7 +77,7 @@ def second_model_bytes(stages: Stages, rank: int) -> int:
     mapping = stages.mapping
     shards = (len(mapping.group("shard", rank)), stages.plan.expert_shards) if stages.is_sharded else (1, 1)
     mine = stages.stages_of(mapping.place(rank).pp)
-    held = (layer_states(parameters, stages.state, *shards) for stage in mine for parameters in stages.brought[stage])
+    held = (layer_states(parameters, *shards) for stage in mine for parameters in stages.brought[stage])
     return sum(each.weights for each in held) * stages.state.frozen
 
 
@@ -110,7 +116,7 @@ class RankStates:
         shard = self._shard if exact and self._shards[0] > 1 else 0
         alike = {id(parameters): parameters for parameters in brought}
         found = {
-            key: layer_states(parameters, self.stages.state, *self._shards, shard) for key, parameters in alike.items()
+            key: layer_states(parameters, *self._shards, shard, self.stages.state) for key, parameters in alike.items()
         }
         return [found[id(parameters)] for parameters in brought]
 
@@ -232,6 +238,8 @@ class RankStates:
     def _stored_of(self, stage: int) -> list[tuple[StoredTensor, ...]]:
         if self._is_flat:
             return [(StoredTensor((number,)),) if number else () for number in self._updated[stage]]
+        if self.stages.software.flat_shards and self.stages.plan.shards_parameters:  # a tensor per unit
+            return [(StoredTensor((each.trained,)),) if each.trained else () for each in self._held[stage]]
         owned = self._owned_tensors if self._deals else None
         shards, over_experts = self._shards
         found = []

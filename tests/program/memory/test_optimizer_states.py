@@ -44,6 +44,14 @@ def held_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(leaf.nbytes for tensor in tensors for leaf in leaves(tensor))
 
 
+def test_flat_shards_have_one_tensor_per_unit() -> None:
+    """FSDP1: no tensor is below the 4,096 elements from which on bitsandbytes stores bytes, with FP32 per 256."""
+    options: dict[str, Any] = {"cluster": "dgx-h100", "num_devices": 8, "zero_stage": 3, "dp_shard": 8, "task": "sft"}
+    options |= {"software": "accelerate", "software.flat_shards": True, "optimizer": "adamw_8bit", "precision": "bf16"}
+    found = simplan.predict("llama3-8b", {**options, "global_batch_size": 8, "seq_len": 512}).worst_memory
+    assert found.by_category[MemoryCategory.OPTIMIZER] == pytest.approx(2 * 8_030_261_248 / 8 * (1 + 4 / 256), rel=1e-6)
+
+
 def test_the_table_has_every_name() -> None:
     assert tuple(OPTIMIZERS) == get_args(OptimizerName)
 

@@ -89,8 +89,7 @@ def read_preference(run: TrainerRun, task: str, *, has_adapters: bool) -> None:
             few_bits, f"is refused by axolotl with FSDP2 and rl = {trainer.value('rl')}", "use fsdp_version 1"
         )
     if run.is_factory and task == "reward":
-        why = "LLaMA-Factory's reward models compute logits as well, and have a score besides; here there are no logits"
-        trainer.not_modeled("stage", why)
+        trainer.put("training.preference", {"logits": True}, "stage")
     for key, why in _OTHERS.items():
         if trainer.value(key) not in (None, False, 0):
             trainer.not_modeled(key, why)

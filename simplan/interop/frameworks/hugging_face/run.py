@@ -57,6 +57,7 @@ from simplan.interop.nccl import read_nccl_algo
 from simplan.io import folder_of, is_file, read_json
 from simplan.model.captured.facts import CapturedModel
 from simplan.model.model import ModelSpec
+from simplan.optimizers import OPTIMIZERS
 from simplan.rules.model import has_transformers_code
 
 _TRAINER = "the default of transformers' TrainingArguments"
@@ -154,10 +155,6 @@ class TrainerRun:
                 fix="give the launch script with that file, or add --set plan.zero_stage=3 (FSDP), or 0 (DDP)",
             )
         read_parallelism(self)
-        if offloads and self._adapter_rank() is not None:  # frozen weights stay on the device, unlike FSDP's
-            self.trainer.refuse(
-                "deepspeed", "is offloading with adapters under DeepSpeed, which is not modeled yet", "use FSDP"
-            )
         self._choose_software(strategy, offloads=offloads)
         if self.is_unsloth:
             read_unsloth(self)
@@ -686,6 +683,11 @@ class TrainerRun:
         if compiles is not None:
             self.reading.not_modeled(compiles, "compiled blocks are faster and save fewer tensors")
         self.reading.put("software.preset", name, where)
+        optimizer = self.reading.written("training.optimizer")
+        of_bnb = optimizer is not None and OPTIMIZERS[optimizer].package == "bitsandbytes"
+        stands_in = strategy == "deepspeed" and name != "deepspeed"
+        if stands_in and of_bnb and (self.reading.written("plan.zero_stage") or 0) > 1:
+            self.reading.put("software.flat_shards", True, "ZeRO's flat shards")
         self._read_loss()
 
     def _has_transformers_code(self) -> bool:

@@ -82,8 +82,7 @@ def read_fsdp(run: TrainerRun) -> None:
     optimizer = run.reading.written("training.optimizer")
     if version == 1 and optimizer and OPTIMIZERS[optimizer].package == "bitsandbytes":
         key = run.trainer.first("optim", "optimizer") or ""
-        rule = "is for flat shards of FSDP1, which are not modeled: FSDP2's shards it cannot update"
-        run.trainer.refuse(key, rule, "use adamw_torch_8bit (torchao) and fsdp_version: 2")
+        run.reading.put("software.flat_shards", True, run.trainer.full(key))
     of_version_1 = _first_full(run, keys, ("version", "sharding_strategy"), "distributed_type", "fsdp")
     if version == 1 and of_version_1 is not None:
         run.reading.not_modeled(of_version_1, "FSDP1 gathers and frees flat parameters; FSDP2 is modeled")
@@ -230,6 +229,10 @@ def _read_offload(run: TrainerRun, stage: int, inline: Keys) -> bool:
         keys.refuse(key, "is not modeled without offload_optimizer", "offload both, or neither")
     elif stage < 2:
         keys.refuse(key, f"is not modeled with ZeRO-{stage}", "use stage 2 or 3")
+    elif run.adapts and (stage == 2 or "param" not in places):
+        why = "states of adapters are on the host, and frozen weights are not; here states are on the device"
+        keys.not_modeled(key, why)
+        return False
     else:
         keys.put("plan.offload_optimizer", True, key)
         for keys, key in places.values():
