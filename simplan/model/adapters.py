@@ -220,7 +220,7 @@ def _operators(layer: LayerSpec, training: _Training, *, flows: bool) -> tuple[l
     for operator, place in zip(layer.operators, layer.places, strict=True):
         followers.setdefault(place, set()).update(operator.reads)
     for operator, place in zip(layer.operators, layer.places, strict=True):
-        kernel, brings = operator.kernel, not needed.isdisjoint(operator.reads)
+        kernel, brings = operator.kernel, not (operator.detached or needed.isdisjoint(operator.reads))
         own = tuple(name for name in operator.parameters if not training.freezes(name))
         rank = ranks.get(kernel.name, 0) if isinstance(kernel, Gemm | Lookup) else 0
         trains = bool(own) or rank > 0
