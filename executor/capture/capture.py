@@ -8,7 +8,7 @@ import hashlib
 import inspect
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -94,12 +94,24 @@ def model_from_module(
             type(module.get_submodule(layer.module)).__name__ if layer.module else "" for layer in whole.cuts
         ),
         starts=tuple(layer.starts for layer in whole.cuts),
+        input_embeddings=_input_embeddings(module),
         unused=whole.unused,
         graphs=whole.graphs,
         refused=whole.refused,
         computed_in=next(iter(whole.graphs)),
         splits=tuple(splits),
     )
+
+
+def _input_embeddings(module: nn.Module) -> tuple[str, ...]:
+    """Returns the modules to which ``enable_input_require_grads`` of transformers 5.23 gives a hook, by path."""
+    paths, found = {id(inner): path for path, inner in module.named_modules()}, dict[str, None]()
+    for inner in module.modules():
+        if hasattr(inner, "get_input_embeddings"):
+            with suppress(NotImplementedError):
+                path = paths.get(id(inner.get_input_embeddings()))
+                found |= {path: None} if path else {}
+    return (*found,)
 
 
 class _Captured(NamedTuple):

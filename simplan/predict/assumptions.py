@@ -48,7 +48,7 @@ def _of_model(job: Job) -> Iterator[str]:
     yield from padding_assumption(job)
     if model.captured is not None and model.captured.images is not None:
         yield f"every sequence has {model.captured.images}, as in the capture: those of a run are in its data"
-        if model.lora_rank and job.plan.recompute != "none":
+        if model.lora_rank and job.plan.recompute != "none" and not model.captured.input_embeddings:
             yield (
                 "a frozen tower has no backward pass: hooks that recomputation makes PEFT set on patch embeddings "
                 "(enable_input_require_grads) would give it one, and are not modeled"

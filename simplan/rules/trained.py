@@ -202,6 +202,13 @@ def gradients_of_frozen_inputs(job: Job) -> Iterator[Problem]:
     if job.model.input_require_grads and not (job.model.lora_rank or job.model.frozen):
         what = "is about weights that are not trained, and all are"
         yield problem_of(job, "model.input_require_grads", what, "remove it, or give model.lora_rank or model.frozen")
+    elif job.model.input_require_grads and job.model.captured is not None:
+        if not job.model.captured.input_embeddings:
+            what = f"is about input embeddings, and {job.model.captured.name} names none"
+            yield problem_of(job, "model.input_require_grads", what, "remove it, or capture a model of transformers again")
+        elif not job.model.lora_rank:
+            what = "is not modeled yet with frozen parts of a captured module"
+            yield problem_of(job, "model.input_require_grads", what, "remove it")
 
 
 @unmodelled("adapters in this precision are not modeled for the software")

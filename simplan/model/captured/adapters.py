@@ -96,10 +96,16 @@ def _output_head(model: CapturedModel) -> str:
 
 
 @lru_cache(maxsize=64)
-def with_adapters(model: CapturedModel, rank: int, targets: tuple[str, ...], *, dropout: bool = False) -> CapturedModel:
-    """The model with adapters of a rank at its targets (``targets_of``), in the precision that is meant."""
+def with_adapters(
+    model: CapturedModel, rank: int, targets: tuple[str, ...], *, dropout: bool = False, input_grads: bool = False
+) -> CapturedModel:
+    """The model with adapters of a rank at its targets (``targets_of``), in the precision that is meant.
+
+    With ``input_grads`` the results of its input embeddings have gradients.
+    """
     chosen = frozenset(path for paths in targets_of(model, targets).values() for path in paths)
-    return _trained_in_part(model, frozenset(), chosen, rank, dropout=dropout)
+    given = model.input_embeddings if input_grads else ()
+    return _trained_in_part(model, frozenset(), chosen, rank, dropout=dropout, given=given)
 
 
 @lru_cache(maxsize=64)
@@ -158,23 +164,44 @@ def pattern_of(model: CapturedModel, paths: Sequence[str]) -> list[str]:
 
 
 def _trained_in_part(
-    model: CapturedModel, trained: frozenset[str], adapted: frozenset[str], rank: int, *, dropout: bool
+    model: CapturedModel,
+    trained: frozenset[str],
+    adapted: frozenset[str],
+    rank: int,
+    *,
+    dropout: bool,
+    given: Sequence[str] = (),
 ) -> CapturedModel:
-    """The model of which some parameters are trained, and adapters next to some linear layers, and nothing else."""
-    made: dict[tuple[int, tuple[Linear, ...], frozenset[str], _Given], tuple[CapturedLayer, _Given]] = {}
+    """The model of which some parameters are trained, and adapters next to some linear layers, and nothing else.
+
+    The results of modules whose paths are ``given`` have gradients.
+    """
+    made: dict[
+        tuple[int, tuple[Linear, ...], frozenset[str], _Given, frozenset[int]], tuple[CapturedLayer, _Given]
+    ] = {}
     layers: dict[CapturedLayer, int] = {}
-    order, given = [], _Given()
+    order, before = [], _Given()
     for path, number, linears in zip(model.modules, model.graph.order, linear_calls(model), strict=True):
         here = tuple(linear._replace(path="") for linear in linears if linear.path in adapted)
         layer = model.graph.layers[number]
         own = frozenset(each.name for each in layer.parameters if not each.frozen and full_name(each, path) in trained)
-        key = number, here, own, given
+        ends = _ends_of(layer, path, given)
+        key = number, here, own, before, ends
         if key not in made:
-            made[key] = _Adapting(layer, here, rank, given, own, dropout=dropout).layer()
-        layer, given = made[key]
+            made[key] = _Adapting(layer, here, rank, before, own, ends, dropout=dropout).layer()
+        layer, before = made[key]
         order.append(layers.setdefault(layer, len(layers)))
     graph = CapturedGraph(layers=tuple(layers), order=tuple(order), shared=model.graph.shared)
     return model.model_copy(update={"graphs": {**model.graphs, model.computed_in: graph}})
+
+
+def _ends_of(layer: CapturedLayer, path: str, modules: Sequence[str]) -> frozenset[int]:
+    """Places of the last operators of some modules in the layer of a module; empty for others."""
+    found = {}
+    for place, operator in enumerate(layer.operators):
+        own = f"{path}.{operator.module}" if path and operator.module else path or operator.module
+        found |= {name: place for name in modules if f"{own}.".startswith(f"{name}.")}
+    return frozenset(found.values())
 
 
 class _Adapting:
@@ -187,9 +214,11 @@ class _Adapting:
         rank: int,
         given: _Given,
         trained: frozenset[str],
+        ends: frozenset[int],
         *,
         dropout: bool,
     ) -> None:
+        self._ends = ends
         self._layer, self._rank, self._dropout = layer, rank, dropout
         self._trained = trained
         self._linears = {linear.place: linear for linear in linears}
@@ -201,7 +230,7 @@ class _Adapting:
     def layer(self) -> tuple[CapturedLayer, _Given]:
         """The layer with adapters, and what the next layer gets."""
         layer = self._layer
-        operators = tuple(made for place, each in enumerate(layer.operators) for made in self._operators(place, each))
+        operators = tuple(made for place, each in enumerate(layer.operators) for made in self._at(place, each))
         found = layer.model_copy(update={"operators": operators, "parameters": tuple(self._parameters())})
         saved = {name for operator in operators for name in operator.saves}
         own = {tensor.name for operator in operators for tensor in operator.makes}
@@ -220,6 +249,12 @@ class _Adapting:
             if f"{name}.weight" == parameter.name or f"{name}.bias" == parameter.name:
                 waiting = self._adapters.pop(name, waiting)
         yield from waiting
+
+    def _at(self, place: int, operator: CapturedOperator) -> Iterator[CapturedOperator]:
+        """The operators of a place, after which results of input embeddings have gradients."""
+        yield from self._operators(place, operator)
+        if place in self._ends:
+            self._flowing.update(tensor.name for tensor in operator.makes)
 
     def _operators(self, place: int, operator: CapturedOperator) -> Iterator[CapturedOperator]:
         linear = self._linears.get(place)

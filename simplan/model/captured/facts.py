@@ -236,6 +236,8 @@ class CapturedModel(Spec):
         starts: By layer, how it starts: ``enter PATH`` or ``leave PATH`` of a module, of its first call where it is
             left, and of its last one where it is entered. Empty for the beginning of forward, and where no module
             tells.
+        input_embeddings: Paths of the modules whose results ``enable_input_require_grads`` of transformers gives a
+            gradient; none in files of earlier versions.
         unused: Names of parameters that take no part in the loss.
         graphs: Layers by precision.
         refused: By precision, why forward does not run in it.
@@ -257,6 +259,7 @@ class CapturedModel(Spec):
     modules: Names = ()
     classes: Names = ()
     starts: Names = ()
+    input_embeddings: Names = ()
     unused: Annotated[tuple[CapturedParameter, ...], BeforeValidator(to_tuple)] = ()
     graphs: dict[ComputedIn, CapturedGraph]
     refused: dict[ComputedIn, Line] = Field(default_factory=dict)

@@ -22,7 +22,9 @@ def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
     rank, captured = model.lora_rank, model.captured.of_degree(shard.tp)
     dropout = model.lora_dropout > 0
     if rank:
-        captured = with_adapters(captured, rank, model.lora_targets, dropout=dropout)
+        captured = with_adapters(
+            captured, rank, model.lora_targets, dropout=dropout, input_grads=model.input_require_grads
+        )
     elif model.frozen:
         captured = with_frozen(captured, model.frozen)
     return captured_layers(captured)
@@ -37,7 +39,7 @@ def _sizes(given: Mapping[str, Any]) -> dict[str, Any]:
 
 CAPTURED = Family(
     layers=_layers,
-    fields=frozenset({"captured", "num_hidden_layers", "seq_len", "lora_dropout", "frozen"}) | ADAPTERS,
+    fields=frozenset({"captured", "num_hidden_layers", "seq_len", "lora_dropout", "frozen", "input_require_grads"}) | ADAPTERS,
     defaults=_sizes,
     inputs="captured",
     task="own",

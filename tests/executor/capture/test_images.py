@@ -18,15 +18,17 @@ from executor.capture.capture import Batch, model_from_module
 from executor.capture.hugging_face import module_of_config
 from executor.capture.images import Images, batch_with_images
 from simplan.errors import SpecError
-from simplan.model.captured.adapters import names_of_parts, parts_of, with_frozen
+from simplan.model.captured.adapters import names_of_parts, parts_of, targets_of, with_adapters, with_frozen
 from simplan.model.captured.facts import CapturedImages, CapturedModel
 from simplan.model.captured.layers import captured_layers
 from simplan.model.layer import Attention, Gemm, LayerSpec
 from simplan.model.model import ModelSpec
+from tests.executor.capture.test_adapters import RANK
+from tests.executor.capture.test_adapters import adapted as adapt
 from tests.support.image_models import IMAGE_MODELS, image_config
 from tests.support.slow import slow_except
 
-pytest.importorskip("transformers")
+PreTrainedModel = pytest.importorskip("transformers").PreTrainedModel
 
 _LENGTH = 256
 TOGETHER = ("pixtral", "mistral3")
@@ -148,6 +150,28 @@ def test_frozen_parts_are_those_of_a_module_whose_parts_need_no_gradient(kind: s
         found = captured_layers(with_frozen(whole, names))
         assert [*map(_sizes, found)] == [*map(_sizes, expected)]
         assert {*parts_of(whole, names_of_parts(whole, chosen)).values()} == {*parts_of(whole, names).values()}
+
+
+@pytest.mark.parametrize("kind", slow_except(["llava"], ["llava", "qwen2_5_vl", "qwen3_vl", "gemma3"]))
+def test_towers_have_a_backward_where_transformers_gives_embeddings_gradients(kind: str) -> None:
+    """With PEFT's adapters in the language model, and enable_input_require_grads; Qwen3-VL's tower has no hook."""
+    module, batch, _ = _made(kind)
+    plain = model_from_module(module, batch, precisions=("fp32",))
+    paths = [path for found in targets_of(plain, ("q_proj",)).values() for path in found if "language" in path]
+    adapted = with_adapters(plain, RANK, tuple(paths), input_grads=True)
+    assert isinstance(module, PreTrainedModel)
+    adapt(module, paths)
+    module.enable_input_require_grads()
+    num_bytes, _, backward = _really(module, batch(1))
+    layers = captured_layers(adapted)
+    assert _saved(adapted, layers, 1) == pytest.approx(num_bytes, rel=5e-3)
+    matmuls = [kernel for layer in layers for kernel in layer.kernels if isinstance(kernel, Gemm)]
+    cores = [kernel for layer in layers for kernel in layer.kernels if isinstance(kernel, Attention)]
+    of_attention = sum(2 * kernel.flops * (1 + kernel.causal) for kernel in cores if kernel.propagates)
+    found = sum(kernel.flops * kernel.backward_matmuls for kernel in matmuls) + of_attention
+    assert found == pytest.approx(backward, rel=5e-3)
+    has_hook = any("vision" in path or "visual" in path for path in plain.input_embeddings)
+    assert has_hook is (kind != "qwen3_vl")
 
 
 def _sizes(layer: LayerSpec) -> tuple[Any, ...]:

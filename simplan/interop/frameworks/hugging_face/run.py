@@ -520,7 +520,8 @@ class TrainerRun:
         fsdp = fsdp_keys(self) if strategy == "fsdp" else Keys(self.reading)
         of_fsdp = any(keys.is_true("activation_checkpointing") for keys in (self.trainer, fsdp))
         recomputes = self.reading.written("plan.recompute") == "full" and not of_fsdp
-        if self.adapts and recomputes and self.captured is None:
+        hooks = self.captured is not None and bool(self.captured.input_embeddings) and not self.is_factory
+        if self.adapts and recomputes and (self.captured is None or hooks):
             where = self.trainer.full(key) if key in self.trainer else "the default, recomputation"
             self.reading.put("model.input_require_grads", True, where)
 
