@@ -197,7 +197,7 @@ def _trained_in_part(
 
 def _ends_of(layer: CapturedLayer, path: str, modules: Sequence[str]) -> frozenset[int]:
     """Places of the last operators of some modules in the layer of a module; empty for others."""
-    found = {}
+    found: dict[str, int] = {}
     for place, operator in enumerate(layer.operators):
         own = f"{path}.{operator.module}" if path and operator.module else path or operator.module
         found |= {name: place for name in modules if f"{own}.".startswith(f"{name}.")}

@@ -19,7 +19,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.program.memory.liveness import Points, backward_points, forward_points
 from simplan.program.memory.tensors import LayerTensors
 from simplan.training import TrainingSpec
-from tests.model.test_litgpt_code import Attend, saved_by
+from tests.model.implementations.test_litgpt_code import Attend, saved_by
 
 UNSLOTH = catalog.software("unsloth")
 SIZES: dict[str, Any] = {

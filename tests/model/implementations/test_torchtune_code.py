@@ -21,7 +21,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.program.memory.liveness import Points, backward_points, forward_points
 from simplan.program.memory.tensors import LayerTensors
 from simplan.training import TrainingSpec
-from tests.model.test_litgpt_code import Attend, saved_by
+from tests.model.implementations.test_litgpt_code import Attend, saved_by
 
 SIZES: dict[str, Any] = {
     "family": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 8,
