@@ -205,7 +205,9 @@ def gradients_of_frozen_inputs(job: Job) -> Iterator[Problem]:
     elif job.model.input_require_grads and job.model.captured is not None:
         if not job.model.captured.input_embeddings:
             what = f"is about input embeddings, and {job.model.captured.name} names none"
-            yield problem_of(job, "model.input_require_grads", what, "remove it, or capture a model of transformers again")
+            yield problem_of(
+                job, "model.input_require_grads", what, "remove it, or capture a model of transformers again"
+            )
         elif not job.model.lora_rank:
             what = "is not modeled yet with frozen parts of a captured module"
             yield problem_of(job, "model.input_require_grads", what, "remove it")

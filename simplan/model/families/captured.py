@@ -39,7 +39,8 @@ def _sizes(given: Mapping[str, Any]) -> dict[str, Any]:
 
 CAPTURED = Family(
     layers=_layers,
-    fields=frozenset({"captured", "num_hidden_layers", "seq_len", "lora_dropout", "frozen", "input_require_grads"}) | ADAPTERS,
+    fields=frozenset({"captured", "num_hidden_layers", "seq_len", "lora_dropout", "frozen", "input_require_grads"})
+    | ADAPTERS,
     defaults=_sizes,
     inputs="captured",
     task="own",

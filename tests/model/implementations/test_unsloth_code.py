@@ -20,6 +20,7 @@ from simplan.program.memory.liveness import Points, backward_points, forward_poi
 from simplan.program.memory.tensors import LayerTensors
 from simplan.training import TrainingSpec
 from tests.model.implementations.test_litgpt_code import Attend, saved_by
+from tests.support.slow import slow_except
 
 UNSLOTH = catalog.software("unsloth")
 SIZES: dict[str, Any] = {
@@ -179,7 +180,7 @@ def predicted(kind: LayerKind, base: BaseWeights | None = None, **options: Any) 
     return LayerTensors(layer, BATCH, UNSLOTH.state(training, plan), saved)
 
 
-@pytest.mark.parametrize("groups", [8, 2])
+@pytest.mark.parametrize("groups", slow_except([2], [2, 8]))
 def test_blocks_save_and_peak_as_unsloths_functions(groups: int) -> None:
     options: dict[str, Any] = {"num_key_value_heads": groups}
     block, tracker = Block(ModelSpec(**SIZES | options)), StorageTracker()
