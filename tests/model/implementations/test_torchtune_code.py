@@ -29,6 +29,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 320, "seq_len": 256, "tied_embeddings": False,
 }  # fmt: skip
 BATCH, RANK, CHUNKS, GROUP = 2, 4, 8, 32
+INT4 = torch.int4  # type: ignore[attr-defined]  # torch has no types for it
 
 
 class Norm(nn.Module):
@@ -52,7 +53,7 @@ class Adapted(nn.Module):
         self.of_input = self.of_weight = nn.Identity()
         if rounds:
             self.of_input = IntxFakeQuantizer(IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False))
-            form = IntxFakeQuantizeConfig(getattr(torch, "int4"), group_size=GROUP, is_symmetric=True)
+            form = IntxFakeQuantizeConfig(INT4, group_size=GROUP, is_symmetric=True)
             self.of_weight = IntxFakeQuantizer(form)
         self.weight = nn.Parameter(torch.ones(outputs, inputs))
         if rank:
