@@ -107,9 +107,10 @@ def _input_embeddings(module: nn.Module) -> tuple[str, ...]:
     """Returns the modules to which ``enable_input_require_grads`` of transformers 5.23 gives a hook, by path."""
     paths, found = {id(inner): path for path, inner in module.named_modules()}, dict[str, None]()
     for inner in module.modules():
-        if hasattr(inner, "get_input_embeddings"):
+        get = getattr(inner, "get_input_embeddings", None)
+        if callable(get):
             with suppress(NotImplementedError):
-                path = paths.get(id(inner.get_input_embeddings()))
+                path = paths.get(id(get()))
                 found |= {path: None} if path else {}
     return (*found,)
 

@@ -244,6 +244,13 @@ def models_of_code(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "model.family", what, f"use {', '.join(families)}, or software torch")
     if model.qk_norm is not None and (code == "litgpt" or model.qk_norm == "projection"):
         yield not_modelled(job, "model.qk_norm", f"this with {whose} code", "use software torch")
+    if code == "unsloth" and not job.software.of_adapters(job.training):
+        what = "Unsloth's training of all weights, which runs transformers' modules"
+        yield not_modelled(job, "training.task", what, "use lora, or software torch")
+    base = job.training.base_weights
+    if code == "unsloth" and base is not None and base.format not in ("nf4", "fp4"):
+        fix = "use format: nf4, or software torch"
+        yield not_modelled(job, "training.base_weights.format", f"{base.format} with Unsloth's kernels", fix)
     for axis in ("tp", "cp", "pp"):
         if getattr(plan, axis) > 1:
             yield not_modelled(job, f"plan.{axis}", f"this with {whose} code", "use 1, or software torch")

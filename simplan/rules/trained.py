@@ -469,6 +469,11 @@ def base_weights_of_software(job: Job) -> Iterator[Problem]:
     if library not in software.base_weights:
         sentence = f"in tensors of {library} is not modeled yet with {software.id}"
         known = ("torch", "accelerate", "deepspeed")[: 3 if library == "bitsandbytes" else 2]
+        if base.format == "nf4" and software.base_weights:
+            other = f"library: {software.base_weights[0]}"
+            other += ", double_quantization: true" * (software.base_weights[0] == "torchao")
+            yield _of_base("format", base.format, sentence, f"use {other}, or software {either(known)}")
+            return
         yield _of_base("format", base.format, sentence, f"use software {either(known)}, {_WITHOUT_BASE}")
     if precision not in _WITH_BASE:
         sentence = f"is not modeled yet with training.precision = {precision}"

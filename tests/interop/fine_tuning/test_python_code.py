@@ -130,7 +130,7 @@ def test_notes_name_what_unsloth_does_otherwise(tmp_path: Path) -> None:
     path.write_text(notebook(LOAD.replace("Meta-Llama-3.1-8B", "gemma-2b"), ADAPT, DATA, TRAIN), encoding="utf-8")
     other = read_source(path, CARD)
     assert other.configuration is not None
-    assert other.scenario().job.software.id == "torch"  # Unsloth's kernels for Gemma are not modeled
+    assert other.document.data["software"]["preset"] == "torch"  # Unsloth's kernels for Gemma are not modeled
     assert "its kernels of norms" in " ".join(words for _, words in other.configuration.not_modeled)
 
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import simplan
 from executor.dry_run.memory_tracker import StorageTracker
 from simplan import catalog
+from simplan.errors import NotModelledError
 from simplan.model.base_weights import BaseWeights
 from simplan.model.layer import LayerKind
 from simplan.model.model import ModelSpec
@@ -20,6 +22,7 @@ from simplan.program.memory.liveness import Points, backward_points, forward_poi
 from simplan.program.memory.tensors import LayerTensors
 from simplan.training import TrainingSpec
 from tests.model.implementations.test_litgpt_code import Attend, saved_by
+from tests.support.slow import slow_except
 
 UNSLOTH = catalog.software("unsloth")
 SIZES: dict[str, Any] = {
@@ -179,7 +182,7 @@ def predicted(kind: LayerKind, base: BaseWeights | None = None, **options: Any) 
     return LayerTensors(layer, BATCH, UNSLOTH.state(training, plan), saved)
 
 
-@pytest.mark.parametrize("groups", [8, 2])
+@pytest.mark.parametrize("groups", slow_except([2], [2, 8]))
 def test_blocks_save_and_peak_as_unsloths_functions(groups: int) -> None:
     options: dict[str, Any] = {"num_key_value_heads": groups}
     block, tracker = Block(ModelSpec(**SIZES | options)), StorageTracker()
@@ -216,6 +219,20 @@ def test_weights_are_unpacked_into_one_buffer_in_forward_alone() -> None:
     down = next(o for o in tensors.layer.operators if o.kernel is not None and o.kernel.name == "down")
     assert tensors.scratch_bytes(down, forward=True) == 0
     assert tensors.scratch_bytes(down, forward=False) >= 2 * most
+
+
+def test_other_jobs_are_not_modeled() -> None:
+    """Full fine-tuning runs other modules, and 8-bit matrices other kernels (models/vision.py, kernels/utils.py)."""
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"task": "sft"}, "task = sft: Unsloth's training of all weights"),
+        ({"task": "lora", "lora_rank": 8, "training.base_weights": {"format": "int8"}}, "int8 with Unsloth's kernels"),
+        ({"task": "lora", "lora_rank": 8, "model": "gemma-7b"}, "Unsloth's code for this family"),
+    ]
+    for options, sentence in cases:
+        model = options.pop("model", "llama3-8b")
+        usual = {"software": "unsloth", "device": "h100-sxm", "num_devices": 1, "global_batch_size": 1, "seq_len": 128}
+        with pytest.raises(NotModelledError, match=sentence):
+            simplan.predict(model, usual | options)
 
 
 @pytest.mark.parametrize(("tokens", "vocab"), [(4096, 128256), (16384, 128256), (65536, 151936), (2048, 32000)])
