@@ -1011,6 +1011,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "fp8 of another library": (f"{_ADAPTERS}full\nfp8: true\nfp8_backend: te\n", "fp8_backend"),
     "fp8 under DeepSpeed": (f"{_ADAPTERS}full\nfp8: true\ndeepspeed: {{zero_optimization: {{stage: 2}}}}\n", "fp8"),
     "GaLore of some matrices": (f"{_ADAPTERS}full\nuse_galore: true\ngalore_target: q_proj\n", "galore_target"),
+    "GaLore with adapters": (f"{_ADAPTERS}lora\nuse_galore: true\n", "use_galore"),
     "GaLore without targets": (f"{_ADAPTERS}full\noptim: galore_adamw\n", "optim"),
     "GaLore under DeepSpeed": (f"{_ADAPTERS}full\nuse_galore: true\ndeepspeed: ds.json\n", "deepspeed"),
     "BAdam of ratios": (f"{_ADAPTERS}full\nuse_badam: true\nbadam_mode: ratio\n", "badam_mode"),

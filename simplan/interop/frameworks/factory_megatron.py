@@ -7,6 +7,7 @@ train/mca/workflow.py, train/megatron_bridge/config_builder.py and hparams/megat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from simplan.interop.frameworks import megatron_core as core
@@ -32,15 +33,20 @@ _ADAPTERS = "LLaMA-Factory's modules for Megatron Bridge"
 
 def is_of_megatron(run: TrainerRun) -> bool:
     """True if the arguments are for one of LLaMA-Factory's trainers with Megatron Core."""
-    return run.is_factory and run.trainer.first(*_SIGNS) is not None
+    return run.is_factory and _sign(run, _SIGNS) is not None
+
+
+def _sign(run: TrainerRun, keys: Sequence[str]) -> str | None:
+    """The first of some arguments that is there and not off."""
+    return next((key for key in keys if run.trainer.value(key) not in (None, False, "false")), None)
 
 
 def read_megatron(run: TrainerRun) -> None:
     """Read plan, precision, optimizer and adapters; batch and model are read as those of the Trainer."""
     trainer, reading = run.trainer, run.reading
-    sign = trainer.first(*_SIGNS) or ""
+    sign = _sign(run, _SIGNS) or ""
     prefix = trainer.full(sign).removesuffix(sign)
-    bridge = trainer.first(*_OF_BRIDGE)
+    bridge = _sign(run, _OF_BRIDGE)
     words = core.Words(*[prefix] * 6)
     table = tables("hugging_face")["megatron"]
     for key, why in table["refused"].items():
