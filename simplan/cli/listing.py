@@ -335,7 +335,11 @@ def _optimizers() -> list[Row]:
 
 def _optimizer(name: OptimizerName, facts: OptimizerFacts) -> Row:
     matrix = StoredTensor((4096, 4096), is_matrix=True, whole_shape=(4096, 4096))
-    narrow, wide = (facts.state_bytes(matrix, Widths(width, width, width)) / 4096**2 for width in (2, 4))
+    copy = 4 * facts.updates_copies  # FP32, and so are its states
+    narrow, wide = (
+        copy + facts.state_bytes(matrix, Widths(copy or width, copy or width, width, rank=128)) / 4096**2
+        for width in (2, 4)
+    )
     temporary, refused = facts.temporaries, facts.refused_under or {}
     temporaries = "" if temporary is None else format_bytes(temporary.num_bytes(matrix, Widths(4, 4, 4)))
     if f"{name}_foreach" in UPDATES and UPDATES[f"{name}_foreach"].num_temporaries:  # type: ignore[index]
@@ -343,7 +347,7 @@ def _optimizer(name: OptimizerName, facts: OptimizerFacts) -> Row:
     return {
         "name": name,
         "package": facts.package,
-        "states": str(facts.num_states),
+        "states": f"{facts.num_states} of rank 128" if facts.projects else str(facts.num_states),
         "B per weight in fp32": f"{wide:.4g}",
         "in bf16": f"{narrow:.4g}",
         "temporaries of 4,096 x 4,096": temporaries,

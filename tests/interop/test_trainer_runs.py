@@ -839,7 +839,9 @@ def test_settings_of_llama_factory_alone_are_read(name: str, tmp_path: Path) -> 
     text, num_devices, expected = FACTORY_RUNS[name]
     path = tmp_path / "run.yaml"
     path.write_text(text, encoding="utf-8")
-    job = scenario_from(path, {"cluster.preset": "dgx-h100", "cluster.num_devices": num_devices}).job
+    devices = {} if num_devices == 1 else {"cluster.num_devices": num_devices}  # what needs one process has one
+    job = scenario_from(path, {"cluster.preset": "dgx-h100", **devices}).job
+    assert job.cluster.num_devices == num_devices
     assert {key: attrgetter(key)(job) for key in expected} == expected
 
 
@@ -1011,6 +1013,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "fp8 of another library": (f"{_ADAPTERS}full\nfp8: true\nfp8_backend: te\n", "fp8_backend"),
     "fp8 under DeepSpeed": (f"{_ADAPTERS}full\nfp8: true\ndeepspeed: {{zero_optimization: {{stage: 2}}}}\n", "fp8"),
     "GaLore of some matrices": (f"{_ADAPTERS}full\nuse_galore: true\ngalore_target: q_proj\n", "galore_target"),
+    "GaLore with adapters": (f"{_ADAPTERS}lora\nuse_galore: true\n", "use_galore"),
     "GaLore without targets": (f"{_ADAPTERS}full\noptim: galore_adamw\n", "optim"),
     "GaLore under DeepSpeed": (f"{_ADAPTERS}full\nuse_galore: true\ndeepspeed: ds.json\n", "deepspeed"),
     "BAdam of ratios": (f"{_ADAPTERS}full\nuse_badam: true\nbadam_mode: ratio\n", "badam_mode"),

@@ -7,7 +7,8 @@ train/mca/workflow.py, train/megatron_bridge/config_builder.py and hparams/megat
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from simplan.interop.frameworks import megatron_core as core
 from simplan.interop.frameworks import tables
@@ -32,15 +33,20 @@ _ADAPTERS = "LLaMA-Factory's modules for Megatron Bridge"
 
 def is_of_megatron(run: TrainerRun) -> bool:
     """True if the arguments are for one of LLaMA-Factory's trainers with Megatron Core."""
-    return run.is_factory and run.trainer.first(*_SIGNS) is not None
+    return run.is_factory and _sign(run, _SIGNS) is not None
+
+
+def _sign(run: TrainerRun, keys: Sequence[str]) -> str | None:
+    """The first of some arguments that is there and not off."""
+    return next((key for key in keys if run.trainer.value(key) not in (None, False, "false")), None)
 
 
 def read_megatron(run: TrainerRun) -> None:
     """Read plan, precision, optimizer and adapters; batch and model are read as those of the Trainer."""
     trainer, reading = run.trainer, run.reading
-    sign = trainer.first(*_SIGNS) or ""
+    sign = _sign(run, _SIGNS) or ""
     prefix = trainer.full(sign).removesuffix(sign)
-    bridge = trainer.first(*_OF_BRIDGE)
+    bridge = _sign(run, _OF_BRIDGE)
     words = core.Words(*[prefix] * 6)
     table = tables("hugging_face")["megatron"]
     for key, why in table["refused"].items():
@@ -60,10 +66,19 @@ def read_megatron(run: TrainerRun) -> None:
         trainer.refuse("expert_model_parallel_size", rule, "use 1, or give Megatron Bridge's own configuration")
     _read_adapters(run, of_bridge=bridge is not None)
     reading.put("software.preset", "megatron-bridge" if bridge else "megatron-core", trainer.full(bridge or sign))
+    if bridge is None:
+        _note_defaults(run, sign, table, experts=experts)
     core.sort_rest(reading, _with_prefix(table, prefix), [prefix + name for name in table["no_effect"]], degrees)
 
 
-def _with_prefix(table: dict[str, dict[str, object]], prefix: str) -> dict[str, dict[str, object]]:
+def _note_defaults(run: TrainerRun, sign: str, table: Mapping[str, Any], *, experts: bool) -> None:
+    """Note what is off in mcore_adapter unless a file turns it on, and on in the profile."""
+    for key, default in table["mcore_adapter"].items():
+        if run.trainer.value(key) is None and (experts or not key.startswith("moe_")):
+            run.trainer.not_modeled(sign, f"{key} is {str(default).lower()} by default: {table['not_modeled'][key][1]}")
+
+
+def _with_prefix(table: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
     """The table with the keys of one file."""
     return {"not_modeled": {prefix + key: words for key, words in table["not_modeled"].items()}}
 

@@ -57,6 +57,7 @@ class Hooks:
         self.is_first_forward = self.is_last_backward = False
         self.states: RankStates
         self._updates = stages.updates_in_backward
+        self._works: dict[int, tuple[LayerWork, ...]] = {}  # of the optimizer, by stage
         self._drops = stages.software.drops_gradients and not self._updates
         self._made: set[int] = set()  # layers of the stage with gradients
         self.computed = stages
@@ -106,7 +107,9 @@ class Hooks:
 
     def update_work(self, stage: int, layers: Iterable[int]) -> tuple[LayerWork, ...]:
         """Returns the optimizer's work on some layers in backward."""
-        works = self.states.updates(stage)
+        if stage not in self._works:
+            self._works[stage] = self.states.updates(stage)
+        works = self._works[stage]
         return tuple(works[layer] for layer in layers if works[layer].num_parameters)
 
     def _hold_new_gradients(self, action: Action, part: range) -> None:

@@ -20,6 +20,9 @@ def read_devices(run: TrainerRun) -> None:
     machines = whole(run.accelerate.value("num_machines")) or 1
     if run.num_devices is None and (workers := whole(run.trainer.value("ray_num_workers"))):
         run.num_devices, run.devices_key = workers, run.trainer.full("ray_num_workers")
+    if run.num_devices is None and (alone := _of_one_process(run)) is not None:
+        run.num_devices = run.ranks_per_node = 1
+        run.devices_key = run.trainer.full(alone)
     is_single = str(run.accelerate.value("distributed_type", "")).upper() == "NO"
     launchers = ("multi_gpu", "use_fsdp", "use_deepspeed", "use_megatron_lm")
     if is_single and not any(run.accelerate.is_true(each) for each in launchers):
@@ -53,6 +56,14 @@ def read_devices(run: TrainerRun) -> None:
             what="does not say which devices it runs on, and how many",
             fix="add --cluster dgx-h100 --num-devices 8",
         )
+
+
+def _of_one_process(run: TrainerRun) -> str | None:
+    """Setting of an optimizer that LLaMA-Factory (hparams/parser.py) and transformers refuse in several processes."""
+    layerwise = ("galore_layerwise", "apollo_layerwise")
+    keys = [*layerwise, "use_badam"] if run.is_factory and not run.deepspeed else []
+    found = next((key for key in keys if run.trainer.is_true(key)), None)
+    return "optim" if str(run.trainer.value("optim", "")).endswith("_layerwise") else found
 
 
 def of_launcher(launch: TrainingCommand) -> TrainingCommand:

@@ -157,6 +157,8 @@ def read_optimizer_of_factory(run: TrainerRun) -> bool:
     name = next((name for name in (*known, "badam") if run.is_factory and trainer.is_true(f"use_{name}")), None)
     if name is None:
         return False
+    if run.adapts:
+        trainer.refuse(f"use_{name}", "is refused by LLaMA-Factory with adapters", "use finetuning_type: full")
     if name == "badam":
         _read_badam(run)
         return True
