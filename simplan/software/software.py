@@ -698,7 +698,11 @@ class SoftwareSpec(Spec):
 
     def _has_frozen_base(self, training: TrainingSpec) -> bool:
         """True if frozen weights, or adapters, are not as ``StateBytes`` says."""
-        return training.base_weights is not None or not self.autocast or (self.peft_adapters and self.of_adapters(training))
+        return (
+            training.base_weights is not None
+            or not self.autocast
+            or (self.peft_adapters and self.of_adapters(training))
+        )
 
     def _with_frozen_base(self, state: StateBytes, training: TrainingSpec, plan: ParallelPlan) -> StateBytes:
         """Widths with frozen weights in few bits, or without autocast."""
@@ -728,7 +732,7 @@ class SoftwareSpec(Spec):
             adapter_bytes=adapter_bytes,
             attention_bytes=narrow if self.autocast else wide,
             autocast=self.autocast,
-            peft=self.peft_adapters,
+            peft=peft,
         )
         widths = {"frozen": frozen, "activation": wide, "residual": max(wide, state.residual), "boundary": wide}
         apart = {} if self.autocast else {"weight_copy": 0, "matmul_gradient": state.parameter}

@@ -18,9 +18,9 @@ from simplan.plan.plan import RankMapping, Recompute, StageAssignment
 from simplan.program.action import Table
 from simplan.program.lowering.units import Unit, fsdp_units
 from simplan.program.memory.footprint import (
-    cached_copies,
     LayerFootprint,
     brought_parameters,
+    cached_copies,
     layer_footprint,
     layers_effects,
     passing_footprint,
