@@ -138,8 +138,8 @@ class FrozenBase:
             its weight, adapters in FP32.
         peft: Adapters are PEFT's, which copy the result of a 4-bit layer before they add to it.
         head: The matrix of the head is stored as those of blocks are.
-        widens: PEFT casts the input of an adapter to the precision in which adapters are stored, before autocast narrows
-            it: each adapter saves a copy of its own, and the wide one is there until its result is added.
+        widens: PEFT casts the input of an adapter to the precision in which adapters are stored, and autocast back.
+            Each adapter saves a copy of its own, and the wide one is there until its result is added.
         leaves_casts: Adapters of layers stored in few bits leave casts to autocast (lora/bnb.py and awq.py,
             ``requires_conversion``, in contrast to lora/layer.py and gptq.py).
         holds_graph: The loop holds the graph of a microbatch until the next one's loss is there, and with it the inputs

@@ -770,7 +770,7 @@ class SoftwareSpec(Spec):
             adapter_bytes=adapter_bytes,
             attention_bytes=narrow if self.autocast else wide,
             autocast=self.autocast,
-            peft=self.peft_adapters,
+            peft=peft,
         )
         widths = {"frozen": frozen, "activation": wide, "residual": max(wide, state.residual), "boundary": wide}
         apart = {} if self.autocast else {"weight_copy": 0, "matmul_gradient": state.parameter}

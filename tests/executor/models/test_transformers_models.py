@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from simplan.validate.compare import compare
 from tests.executor.models import layer_runs
 from tests.executor.models.layer_runs import (
     BATCH,
+    FACTOR,
     SHARDS,
     LayerRun,
     assert_parameters_and_order_of_gradients,
@@ -315,3 +317,90 @@ def test_needs_transformers_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_is_not_rehearsed() -> None:
     with refuses("software", "transformers", rule="has modules whose tensors a rehearsal", kind=NotModelledError):
         checks.check_rehearsal(job_of("llama"), 0, fake=True)
+
+
+OF_ADAPTERS = ModelSpec(
+    family="llama",
+    num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=512,
+    vocab_size=500, seq_len=64,
+)  # fmt: skip
+RANK, WITHIN = 2, 0.005
+TARGETS = {"q": "q_proj", "v": "v_proj", "proj": "o_proj", "gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+class Quoted(nn.Module):
+    """``Linear`` of PEFT 0.21 (tuners/lora/layer.py): the statements of its forward, with CUDA's dropout."""
+
+    def __init__(self, base: nn.Module, dropout: float) -> None:
+        super().__init__()
+        self.base_layer, self.dropout = base, dropout
+        self.lora_A = nn.Linear(base.in_features, RANK, bias=False)  # type: ignore[arg-type]
+        self.lora_B = nn.Linear(RANK, base.out_features, bias=False)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., k) to (..., n)."""
+        result = self.base_layer(x)
+        dtype = result.dtype
+        x = x.to(self.lora_A.weight.dtype)
+        result = result + self.lora_B(self.lora_A(self.dropped(x))) * 2.0
+        return result.to(dtype)
+
+    def dropped(self, x: Tensor) -> Tensor:
+        """The input after dropout."""
+        return torch.native_dropout(x, self.dropout, train=True)[0] if self.dropout else x
+
+
+def adapted(stage: Stage, targets: tuple[str, ...], dropout: float, code: str) -> None:
+    """Freezes the weights of a stage and gives linear layers adapters in FP32."""
+    stage.requires_grad_(requires_grad=False)
+    names = {TARGETS[target] for target in targets}
+    if code == "peft":
+        import peft
+
+        config = peft.LoraConfig(r=RANK, target_modules=sorted(names))
+        peft.inject_adapter_in_model(config, stage)
+        for name, parameter in stage.named_parameters():
+            parameter.data = parameter.data.float() if ".lora_" in name else parameter.data
+        return
+    for module in [*stage.modules()]:
+        for name, child in [*module.named_children()]:
+            if name in names:
+                setattr(module, name, Quoted(child, dropout))
+
+
+ADAPTED = [
+    pytest.param(targets, autocast, dropout, "quoted", id=f"{'+'.join(targets)}-{autocast}-{dropout}")
+    for targets in (("q", "v"), tuple(TARGETS))
+    for autocast in (True, False)
+    for dropout in ((0.0, 0.1) if len(targets) > 2 else (0.0,))
+]
+PEFT = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+ADAPTED += [pytest.param(tuple(TARGETS), autocast, 0.0, "peft", marks=PEFT) for autocast in (True, False)]
+
+
+@pytest.mark.parametrize(("targets", "autocast", "dropout", "code"), ADAPTED)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_blocks_with_adapters_of_peft_save_what_is_predicted(
+    recompute: Recompute,
+    targets: tuple[str, ...],
+    autocast: bool,
+    dropout: float,
+    code: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every adapter saves a copy of its input; modules hold arguments; frozen matrices save nothing."""
+
+    def build(_: ModelSpec, indices: Any, dtype: Any, *rest: Any, frozen_dtype: torch.dtype) -> Stage:
+        return build_stage(OF_ADAPTERS, indices, dtype, *rest, model_code="transformers").to(frozen_dtype)
+
+    monkeypatch.setattr(layer_runs, "build_stage", build)
+    spec = OF_ADAPTERS.model_copy(update={"lora_rank": RANK, "lora_targets": targets, "lora_dropout": dropout})
+    software = catalog.software("accelerate").model_copy(update={"autocast": autocast})
+    training, plan = TrainingSpec(global_batch_size=1, task="lora"), ParallelPlan(recompute=recompute)
+    precision = "autocast" if autocast else "cast"
+    prepare = partial(adapted, targets=targets, dropout=dropout, code=code)
+    run = LayerRun(spec, 2, recompute, precision, state=software.state(training, plan), prepare=prepare)
+    run.layer = software.layers_of(spec, plan, training)[2]
+    run.assert_kept(also_bytes=FACTOR * len(targets))
+    if autocast and not dropout:  # the CPU's sums of two dtypes, and its dropout, have copies that CUDA's have not
+        run.assert_peak(within=WITHIN)
