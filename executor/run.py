@@ -31,6 +31,7 @@ from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
 from simplan.units import counted
 
+_RANK = "executor.worker"
 _ALL_HERE_S = 60.0  # for the store of this machine to answer
 
 Progress = Callable[[int, int], None]
@@ -45,7 +46,7 @@ def run_job(
     out_dir: Path,
     on_progress: Progress | None = None,
     *,
-    rank_module: str = "executor.worker",
+    rank_module: str = _RANK,
     on_note: Note | None = None,
 ) -> Measurement:
     """Runs a job on this machine and writes ``job.json``, ``measurement.json`` and logs to ``out_dir``.
@@ -76,7 +77,6 @@ def run_on_nodes(
     out_dir: Path,
     on_progress: Progress | None = None,
     *,
-    rank_module: str = "executor.worker",
     on_note: Note | None = None,
     on_lost: OnLost | None = None,
 ) -> None:
@@ -84,7 +84,7 @@ def run_on_nodes(
 
     Args:
         job: The job, on the leading node only; the other nodes take it from there.
-        out_dir, on_progress, rank_module, on_note: As in ``run_job``.
+        out_dir, on_progress, on_note: As in ``run_job``.
         on_lost: Called before a fault of the run ends this node.
 
     Raises:
@@ -101,7 +101,7 @@ def run_on_nodes(
             on_note(rendezvous.listening)
         told = RunSpec.model_validate_json(rendezvous.job)
         run = _Run(told, out_dir.resolve(), on_progress, on_note, rendezvous, on_lost)
-        run.launch(resuming, rank_module)
+        run.launch(resuming)
 
 
 def gather_left(job: RunSpec, out_dir: Path, failure: str) -> None:
@@ -166,7 +166,7 @@ class _Run:
     measurement: Measurement | None = None
     roster: Roster | None = None
 
-    def launch(self, notes: list[str], rank_module: str) -> None:
+    def launch(self, notes: list[str], rank_module: str = _RANK) -> None:
         """Runs this node's ranks, and collects the measurement of all ranks."""
         for note in notes:
             self._note(note)

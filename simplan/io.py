@@ -91,24 +91,27 @@ def is_file(path: Path) -> bool:
         return False
 
 
-def read_json(path: str | Path, *, schema_version: int | None = None, kind: str | None = None) -> dict[str, Any]:
+def read_json(path: str | Path, *, schema_version: int | None = None) -> dict[str, Any]:
     """Read a JSON document written by simplan: one object with ``schema_version``.
 
     Args:
         schema_version: Required version; None accepts any or a missing one.
-        kind: Required value of the key ``kind``; None skips the check.
 
     Raises:
-        SpecError: The file is not JSON, holds NaN or infinity, or is of another kind or version.
+        SpecError: The file is not JSON, holds NaN or infinity, or is of another version.
     """
-    return parse_json(read_text(path, MAX_JSON_BYTES), str(path), schema_version=schema_version, kind=kind)
+    return parse_json(read_text(path, MAX_JSON_BYTES), str(path), schema_version=schema_version)
 
 
 def parse_json(text: str, file: str, *, schema_version: int | None = None, kind: str | None = None) -> dict[str, Any]:
-    """Parse a JSON document from text, e.g. one received over a network; ``file`` is its name for errors.
+    """Parse a JSON document from text; ``file`` is its name for errors.
+
+    Args:
+        schema_version: As for ``read_json``.
+        kind: Required value of the key ``kind``; None skips the check.
 
     Raises:
-        SpecError: As ``read_json``.
+        SpecError: As ``read_json``, or it is of another kind.
     """
     whose = "a file that simplan wrote" if schema_version is not None or kind is not None else "a whole JSON document"
     try:

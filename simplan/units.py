@@ -117,7 +117,7 @@ def format_flops(flops: float) -> str:
     return f"{_rounded(flops / factor, 4)} {unit}"
 
 
-def format_count(number: float, digits: int = 3) -> str:
+def format_count(number: float) -> str:
     """Format a large count, shortened.
 
     >>> format_count(7_615_616), format_count(124_439_808), format_count(512)
@@ -127,8 +127,7 @@ def format_count(number: float, digits: int = 3) -> str:
     """
     for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if abs(number) >= factor:
-            scaled = number / factor
-            return f"{_rounded(scaled, digits)} {suffix}"
+            return f"{_rounded(number / factor, 3)} {suffix}"
     return f"{number:,.0f}"
 
 

@@ -112,7 +112,6 @@ def show_figure(
     *,
     alt: str,
     key: str | None = None,
-    zoom: bool = False,
     on_select: Callable[[], None] | None = None,
 ) -> None:
     """A figure of full width, whose camera buttons save SVG and PNG files (``head.html``).
@@ -122,12 +121,11 @@ def show_figure(
         name: Title of the figure, also its file name.
         alt: Alternative text for screen readers.
         key: Widget key, needed if a page shows two equal figures; None otherwise.
-        zoom: Zoom with wheel and fingers instead of scrolling the page.
         on_select: Called after a click on a point; None for a figure without selection. Needs ``key``.
     """
     config = {
         "displaylogo": False,
-        "scrollZoom": zoom,
+        "scrollZoom": False,  # wheel and fingers scroll the page
         "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"],
         "toImageButtonOptions": {"format": "svg", "filename": file_name(name)},
     }

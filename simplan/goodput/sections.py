@@ -33,7 +33,6 @@ Unit = Literal["device", "node", "link", "job"]
 """Part of a cluster whose failures are counted: its number multiplies the rate."""
 Scope = Literal["process", "node", "rack", "pod"]
 """Part of a job that a failure takes away. After a failure of a process its node goes on."""
-Detection = Literal["at_once", "heartbeat", "timeout"]
 Policy = Literal["restart", "shrink", "continue"]
 
 

@@ -10,7 +10,7 @@ from simplan.scenario.search import (
     with_searched,
     with_software,
 )
-from simplan.scenario.source import make_job, read_source, scenario_from, search_from
+from simplan.scenario.source import make_job, read_source, scenario_from
 from simplan.scenario.text import parse_scenario, parse_search
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
     "plan_section",
     "read_source",
     "scenario_from",
-    "search_from",
     "with_searched",
     "with_software",
 ]

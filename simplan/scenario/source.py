@@ -344,19 +344,6 @@ _KEYED: dict[str, type[Spec]] = {
 }
 
 
-def search_from(
-    source: str | Path | Mapping[str, Any],
-    overrides: Mapping[str, Any] | None = None,
-    names: Mapping[str, str] | None = None,
-) -> SearchScenario:
-    """Search of a file, a model or a mapping; see ``scenario_from``.
-
-    Raises:
-        SpecError: See ``scenario_from``.
-    """
-    return read_source(source, overrides, names, searches=True).search()
-
-
 def read_source(
     source: str | Path | Mapping[str, Any] | ConfigFile,
     overrides: Mapping[str, Any] | None = None,

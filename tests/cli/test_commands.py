@@ -104,8 +104,8 @@ def test_plans_with_other_batches_are_compared_per_sequence(simplan: Simplan, tm
     assert (whole["name"], halved["name"]) == ("whole", "halved"), "the most tokens per second first"
     assert whole["step_time_s"] > halved["step_time_s"]
     assert [line.split()[0] for line in table.splitlines()[1:3]] == ["whole", "halved"]
-    for each in (whole, halved):
-        assert f"{each['tokens_per_s_per_device']:,.0f}" in table
+    for predicted in (whole, halved):
+        assert f"{predicted['tokens_per_s_per_device']:,.0f}" in table
     assert "certainty" not in table, "other batches are no two plans of one job"
     change = whole["tokens_per_s_per_device"] / halved["tokens_per_s_per_device"] - 1
     explained = json.loads(simplan("explain", *files, "--json").stdout)

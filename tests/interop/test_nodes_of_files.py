@@ -11,7 +11,7 @@ import yaml
 from simplan.errors import NotModelledError, SpecError
 from simplan.interop.allocator import VARIABLES
 from simplan.interop.formats import ConfigFile
-from simplan.scenario.source import read_source, search_from
+from simplan.scenario.source import read_source
 
 _MEGATRON = (
     "pretrain_gpt.py --use-mcore-models --bf16 --num-layers 8 --hidden-size 512 --num-attention-heads 8 "
@@ -45,7 +45,7 @@ def test_other_ranks_per_node_than_the_clusters_are_an_error(name: str, tmp_path
     with pytest.raises(SpecError, match=r"nodes of this cluster have 8 devices; add --set cluster.devices_per_node=4"):
         read_source(tmp_path / name, {"cluster.preset": "dgx-h100"}).scenario()
     with pytest.raises(SpecError, match=r"nodes of this cluster have 8 devices"):
-        search_from(tmp_path / name, {"cluster.preset": "dgx-h100"})
+        read_source(tmp_path / name, {"cluster.preset": "dgx-h100"}, searches=True).search()
 
     smaller = {"cluster.preset": "dgx-h100", "cluster.devices_per_node": 4}
     cluster = read_source(tmp_path / name, smaller).scenario().job.cluster

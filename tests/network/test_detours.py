@@ -33,13 +33,13 @@ def loads_after(fabric: Fabric, demand: dict[int, float]) -> np.ndarray:
     load[[*demand]] = [*demand.values()]
     assert fabric.interconnect is not None
     splits = splits_of(load, fabric.links, fabric.interconnect.detours)
-    found = np.zeros(len(load))
+    loads = np.zeros(len(load))
     for link, busy in demand.items():
         one = np.array([busy])
         usage = LinkUsage(np.array([link], np.int32), one, one, 0.0, busy, one)
         spread = on_detours(usage, splits)
-        found[spread.links] += spread.seconds
-    return found
+        loads[spread.links] += spread.seconds
+    return loads
 
 
 @pytest.mark.parametrize("groups", [3, 5, 9])

@@ -72,10 +72,10 @@ def balls_in_bins(num_nodes: int, nodes_per_leaf: int, spines: int, connections:
 def test_the_fullest_uplink_is_that_of_balls_in_bins(
     num_nodes: int, nodes_per_leaf: int, spines: int, connections: int
 ) -> None:
-    found = [busiest_uplink(num_nodes, nodes_per_leaf, spines, connections, seed) for seed in range(SEEDS)]
+    fullest = [busiest_uplink(num_nodes, nodes_per_leaf, spines, connections, seed) for seed in range(SEEDS)]
     expected = balls_in_bins(num_nodes, nodes_per_leaf, spines, connections)
-    assert np.mean(found) == pytest.approx(expected, rel=0.1)
-    assert len(set(found)) > 1
+    assert np.mean(fullest) == pytest.approx(expected, rel=0.1)
+    assert len(set(fullest)) > 1
 
 
 def test_connections_by_default_are_the_channels_of_nccl() -> None:
@@ -91,7 +91,7 @@ def star(*cables: tuple[str, str, float], **fields: Any) -> Graph:
 
 def test_parallel_cables_are_links_of_their_own() -> None:
     cables = (("node0", "s0", 1600.0), ("node0", "s0", 800.0), ("node1", "s0", 3200.0))
-    hashed, divided = (fabric_of(dgx_nodes(star(*cables, routing=each), 2)) for each in ("ecmp", "adaptive"))
+    hashed, divided = (fabric_of(dgx_nodes(star(*cables, routing=routing), 2)) for routing in ("ecmp", "adaptive"))
     first, second = (hashed.link_named(name) for name in ("node0 -> s0", "node0 -> s0 #2"))
     assert [hashed.links[link].bytes_per_s for link in (first, second)] == [2e11, 1e11]
     shares = {path[1]: share for path, share in divided.routes(0, 8)}
@@ -134,15 +134,15 @@ def test_a_prediction_says_the_range_over_seeds_and_a_search_does_not() -> None:
         replace(job, cluster=dgx_nodes(topology.model_copy(update={"seed": seed, "num_seeds": 1}), 4))
         for seed in range(3)
     ]
-    steps_s = [predict(each).step_time_s for each in single]
-    found = predict(job)
-    assert found.hashing is not None
-    assert found.step_time_s == steps_s[0]
-    assert found.hashing.range_s == (min(steps_s), max(steps_s))
-    assert found.hashing.mean_s == pytest.approx(np.mean(steps_s))
-    assert "  ECMP         " in prediction_text(found)
-    assert found.to_json(timeline=False)["hashing"]["num_seeds"] == 3
+    steps_s = [predict(job_of_seed).step_time_s for job_of_seed in single]
+    prediction = predict(job)
+    assert prediction.hashing is not None
+    assert prediction.step_time_s == steps_s[0]
+    assert prediction.hashing.range_s == (min(steps_s), max(steps_s))
+    assert prediction.hashing.mean_s == pytest.approx(np.mean(steps_s))
+    assert "  ECMP         " in prediction_text(prediction)
+    assert prediction.to_json(timeline=False)["hashing"]["num_seeds"] == 3
     assert predict(single[0]).hashing is None
     space = SearchSpace(tp=(1,), pp=(1,), dp_replicate=(1,), zero_stage=(3,), recompute=("none",), top=1)
-    both = [search(each, space).ranked for each in (job, single[0])]
+    both = [search(job_of_seed, space).ranked for job_of_seed in (job, single[0])]
     assert [(plan.plan, plan.step_time_s) for plan in both[0]] == [(plan.plan, plan.step_time_s) for plan in both[1]]

@@ -58,12 +58,12 @@ def cluster_with(topology: Topology, num_devices: int = 64) -> ClusterSpec:
 
 def drawn(seed: int, number: int) -> list[Communication]:
     """Communications of 64 MiB to 2 GiB."""
-    rng, found = random.Random(seed), list[Communication]()
+    rng, communications = random.Random(seed), list[Communication]()
     for _ in range(number):
         kind = rng.choice(KINDS)
         size = 2 if kind is CollectiveKind.SEND else rng.choice([4, 8, 16, 32])
-        found.append(Communication(kind, 2 ** rng.randint(26, 31), tuple(sorted(rng.sample(range(64), size)))))
-    return found
+        communications.append(Communication(kind, 2 ** rng.randint(26, 31), tuple(sorted(rng.sample(range(64), size)))))
+    return communications
 
 
 def simulated_ends(batch: Sequence[Communication], topology: Topology, rates: Rates) -> list[float]:
@@ -90,19 +90,19 @@ def flows_by_hand(batch: Sequence[Communication], topology: Topology) -> tuple[l
     """Paths and bytes of all flows, and the latency before each communication."""
     cluster, found, latencies_s = cluster_with(topology), list[Flow](), list[float]()
     fabric = fabric_of(cluster)
-    for number, each in enumerate(batch):
-        way = algorithm_of(each, cluster)
-        alone_s = way.transfer_s(each.num_bytes)
-        latencies_s.append(way.seconds(each.num_bytes) - alone_s)
-        flows = flows_of(way, each, each.ranks, cluster, fabric)
+    for number, communication in enumerate(batch):
+        way = algorithm_of(communication, cluster)
+        alone_s = way.transfer_s(communication.num_bytes)
+        latencies_s.append(way.seconds(communication.num_bytes) - alone_s)
+        flows = flows_of(way, communication, communication.ranks, cluster, fabric)
         for flow, share in zip(flows.each(), flows.shares.tolist(), strict=True):
             for path, part in fabric.routes(flow.source, flow.destination):
-                moved = share * part * each.num_bytes
+                moved = share * part * communication.num_bytes
                 links = [fabric.links[link] for link in path]
                 seconds = [
                     moved / link.bytes_per_s / (way.inside if link.is_inside_node else way.between) for link in links
                 ]
-                connection = share * each.num_bytes / fabric.num_connections
+                connection = share * communication.num_bytes / fabric.num_connections
                 found.append(Flow(number, [*path], seconds, connection, alone_s))
     return found, latencies_s
 
@@ -118,9 +118,9 @@ def water_filled(flows: Sequence[Flow], running: NDArray[np.bool_]) -> NDArray[n
     while rising.any():
         demand = (busy_s[rising] / num_bytes[rising, None]).sum(axis=0)
         level = np.divide(free, demand, out=np.full(num_links, np.inf), where=demand > 0)
-        own = np.minimum(fastest, np.where(busy_s > 0, level, np.inf).min(axis=1))
-        now = rising & (own <= own[rising].min() * (1 + 1e-12))
-        rate[now] = own[now] / num_bytes[now]
+        rates = np.minimum(fastest, np.where(busy_s > 0, level, np.inf).min(axis=1))
+        now = rising & (rates <= rates[rising].min() * (1 + 1e-12))
+        rate[now] = rates[now] / num_bytes[now]
         free = np.maximum(free - rate[now] @ busy_s[now], 0.0)
         rising &= ~now
     return rate
@@ -140,7 +140,7 @@ def ends_by_hand(flows: Sequence[Flow], latencies_s: Sequence[float]) -> list[fl
         now_s = float(later.min()) if after_s < until_s else now_s + after_s
         left = np.where(running, left - rate * after_s, left)
         left[left < 1e-12] = 0.0
-        for number in {int(each) for each in owner[running & (left == 0)]}:
+        for number in {int(number_of_owner) for number_of_owner in owner[running & (left == 0)]}:
             ends_s[number] = now_s
     return ends_s
 
@@ -148,15 +148,19 @@ def ends_by_hand(flows: Sequence[Flow], latencies_s: Sequence[float]) -> list[fl
 @pytest.mark.parametrize("fabric", FABRICS)
 @pytest.mark.parametrize("seed", range(4))
 def test_flows_share_links_as_in_a_simulation_of_flows(fabric: str, seed: int) -> None:
-    batch = [each for each in drawn(seed, 4) if each.kind is not CollectiveKind.ALL_TO_ALL or len(each.ranks) < 32]
+    batch = [
+        communication
+        for communication in drawn(seed, 4)
+        if communication.kind is not CollectiveKind.ALL_TO_ALL or len(communication.ranks) < 32
+    ]
     expected = ends_by_hand(*flows_by_hand(batch, FABRICS[fabric]))
     assert simulated_ends(batch, FABRICS[fabric], "flow") == pytest.approx(expected, rel=1e-6)
 
 
 def test_an_alone_communication_takes_as_long_with_either_kind_of_rates() -> None:
     for topology in FABRICS.values():
-        for each in drawn(0, 8):
-            ends_s = [simulated_ends([each], topology, rates)[0] for rates in ("communication", "flow")]
+        for communication in drawn(0, 8):
+            ends_s = [simulated_ends([communication], topology, rates)[0] for rates in ("communication", "flow")]
             assert ends_s[0] == pytest.approx(ends_s[1], rel=1e-9)
 
 
@@ -168,7 +172,7 @@ def test_one_rate_per_communication_is_off_as_documented(number: int, off: float
     for seed in range(100):
         for topology in FABRICS.values():
             both = [simulated_ends(drawn(seed, number), topology, rates) for rates in ("communication", "flow")]
-            ratios += [one / other for one, other in zip(*both, strict=True)]
+            ratios += [end_s / other for end_s, other in zip(*both, strict=True)]
     away = np.abs(np.log(ratios))
     assert np.mean(away > np.log(1.05)) == pytest.approx(off, abs=0.0005)
     assert np.exp(away.max()) == pytest.approx(largest, abs=0.05)

@@ -39,15 +39,15 @@ def busiest(
     communication: Communication, cluster: ClusterSpec, ways: list[CommAlgorithm] | None = None
 ) -> list[tuple[CommAlgorithm, float, float]]:
     """Algorithms, by default those of the library, with the seconds of the busiest links inside and between nodes."""
-    fabric, found = fabric_of(cluster), []
+    fabric, loads = fabric_of(cluster), []
     for way in ways or algorithms_of(communication, cluster):
         seconds = {True: 0.0, False: 0.0}
         for index, load in link_bytes(way, communication, cluster).items():
             edge = fabric.links[index]
             rate = edge.bytes_per_s * (way.inside if edge.is_inside_node else way.between)
             seconds[edge.is_inside_node] = max(seconds[edge.is_inside_node], load / rate)
-        found.append((way, seconds[True], seconds[False]))
-    return found
+        loads.append((way, seconds[True], seconds[False]))
+    return loads
 
 
 def members_of(kind: CollectiveKind, ranks: tuple[int, ...]) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ class Flow(NamedTuple):
 
 def rates_of(usages: list[Usage], limits: list[float]) -> tuple[list[float], list[int]]:
     first = np.cumsum([0, *map(len, usages)]).astype(np.int32)
-    link = np.array([each for usage in usages for each in usage], np.int32)
+    link = np.array([used_link for usage in usages for used_link in usage], np.int32)
     pairs = [pair for usage in usages for pair in usage.values()]
     seconds, connections = (np.array([pair[k] for pair in pairs], np.float64) for k in range(2))
     weights = weights_of(seconds, connections)
@@ -113,8 +113,8 @@ def test_fair_rates_obey_the_laws_of_sharing(usages: list[Usage], data: st.DataO
             continue
         assert rate <= limit * (1 + 1e-12)
         assert link in usage
-        assert max(busy[each] for each in usage) == pytest.approx(1.0, rel=1e-6)
-        assert rate >= min(number / connections[each] / s for each, (s, number) in usage.items()) * (1 - 1e-9)
+        assert max(busy[used_link] for used_link in usage) == pytest.approx(1.0, rel=1e-6)
+        assert rate >= min(number / connections[used_link] / s for used_link, (s, number) in usage.items()) * (1 - 1e-9)
 
 
 def test_two_that_limit_each_other_share_what_is_left() -> None:
@@ -138,7 +138,7 @@ def test_rates_after_every_change_are_those_of_all_communications_anew(
 ) -> None:
     """Communications that a change does not reach keep their rates, which are still the fair ones."""
     first = np.cumsum([0, *map(len, usages)]).astype(np.int32)
-    link = np.array([each for usage in usages for each in usage], np.int32)
+    link = np.array([used_link for usage in usages for used_link in usage], np.int32)
     seconds, connections = (np.array([p[k] for u in usages for p in u.values()], np.float64) for k in range(2))
     transfer_s = np.array([max(s for s, _ in usage.values()) for usage in usages])
     paths = Paths.of(first, link, seconds, connections, transfer_s)
@@ -182,6 +182,6 @@ def test_rates_after_every_change_are_those_of_all_communications_anew(
         assert all(running.updated_s[slot] < step for slot in others)
 
 
-def _meet(usages: list[Usage], running: Running, one: int, other: int) -> bool:
+def _meet(usages: list[Usage], running: Running, first: int, second: int) -> bool:
     """True if the communications of two slots share a link."""
-    return bool(usages[running.usage[one]].keys() & usages[running.usage[other]].keys())
+    return bool(usages[running.usage[first]].keys() & usages[running.usage[second]].keys())

@@ -61,8 +61,8 @@ def test_a_ring_leaves_its_leaf_as_often_as_ranks_do(order: tuple[int, ...]) -> 
     """A walk along the ranks: each hop between nodes has 31/32 of the buffer, over all network cards."""
     hops = Counter((order[at] // 2, order[(at + 1) % 4] // 2) for at in range(4))
     expected = Fraction(31, 32) * hops[0, 1]
-    found = uplink_bytes(dgx_nodes(LEAVES), placed(order), CollectiveKind.ALL_GATHER, "ring")
-    assert found == pytest.approx(float(expected), rel=1e-12)
+    crossing = uplink_bytes(dgx_nodes(LEAVES), placed(order), CollectiveKind.ALL_GATHER, "ring")
+    assert crossing == pytest.approx(float(expected), rel=1e-12)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "tree"])
@@ -110,11 +110,11 @@ def test_prediction_search_and_warning_see_the_order() -> None:
     best, bad = (predict(replace(job, cluster=cluster)) for cluster in (straight, mixed))
     assert bad.step_time_s > 1.5 * best.step_time_s
     assert faster_order(best) is None
-    found = faster_order(bad)
-    assert found is not None
-    assert found.nodes == (0, 2, 1, 3)
-    assert found.hostfile == ("node0 slots=8", "node2 slots=8", "node1 slots=8", "node3 slots=8")
-    assert found.step_time_s == pytest.approx(best.step_time_s, rel=1e-9)
+    better = faster_order(bad)
+    assert better is not None
+    assert better.nodes == (0, 2, 1, 3)
+    assert better.hostfile == ("node0 slots=8", "node2 slots=8", "node1 slots=8", "node3 slots=8")
+    assert better.step_time_s == pytest.approx(best.step_time_s, rel=1e-9)
     shuffled = job.with_plan(ParallelPlan(dp_shard=32, recompute="full", placement=placed((0, 2, 1, 3))))
     assert predict(replace(shuffled, cluster=dgx_nodes(LEAVES))).step_time_s == pytest.approx(bad.step_time_s)
     orders: tuple[tuple[PlacedAxis, ...] | tuple[int, ...], ...] = (("tp", "dp", "pp"), devices_by_network(mixed))

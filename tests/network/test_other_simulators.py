@@ -71,22 +71,22 @@ def ends_s(transfers: Sequence[Transfer], bytes_per_s: dict[str, float]) -> list
         usages.append(LinkUsage(links, seconds, np.ones(len(links)), transfer.latency_s, float(seconds.max()), sent))
     each = np.arange(len(transfers))
     use = link_use(usages, each, each, len(numbers))
-    env, found = (
+    env, ended_s = (
         Environment(),
         [transfer.latency_s + usage.transfer_s for transfer, usage in zip(transfers, usages, strict=True)],
     )
     links_of_env = SharedLinks(env, use)
 
     def note(number: int, _: object) -> None:
-        found[number] = env.now
+        ended_s[number] = env.now
 
     for number in np.flatnonzero(use.usage >= 0).tolist():
         done = env.event()
         assert done.callbacks is not None
         done.callbacks.append(partial(note, number))
-        links_of_env.run(done, number, int(use.usage[number]), found[number])
+        links_of_env.run(done, number, int(use.usage[number]), ended_s[number])
     env.run()
-    return found
+    return ended_s
 
 
 def route(source: int, destination: int, num_bytes: float = 1.0) -> Transfer:

@@ -93,9 +93,9 @@ class InceptionV3(ModelSpec):
             gemm = Gemm("conv", side**2, outputs, inputs * kernel)
             weights = ParameterSpec("conv.weight", (outputs, inputs, kernel)), ParameterSpec("conv.shift", (outputs,))
             kind = LayerKind.BLOCK if number else LayerKind.EMBEDDING
-            part, given = matmul(gemm, "input", weights), Tensor("input", inputs * side**2)
+            part, inputs_of_layer = matmul(gemm, "input", weights), Tensor("input", inputs * side**2)
             shape = (outputs, side, side)
-            layers.append(layer_of(f"conv{number}", kind, [part], inputs=(given,), output_shapes=(shape,)))
+            layers.append(layer_of(f"conv{number}", kind, [part], inputs=(inputs_of_layer,), output_shapes=(shape,)))
         return (*layers, RESNET.layers[-1])
 
 

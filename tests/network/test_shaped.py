@@ -68,10 +68,11 @@ def test_collectives_are_timed_on_shaped_hosts(tmp_path: Path) -> None:
     reason = unavailable()
     if reason is not None:
         pytest.skip(reason)
-    found, network = Measurements(tmp_path), star(2)
-    found.time_collectives(network)
+    measurements, network = Measurements(tmp_path), star(2)
+    measurements.time_collectives(network)
     timed = {
-        (one["kind"], one["num_bytes"]): one["seconds"] for one in json.loads(found.collectives(network).read_text())
+        (timing["kind"], timing["num_bytes"]): timing["seconds"]
+        for timing in json.loads(measurements.collectives(network).read_text())
     }
     seconds = timed[CollectiveKind.ALL_REDUCE, 4 * MIB]
     wire_s = 4 * MIB * 1538 / 1448 / (network.mbit_per_s * 1e6 / 8)  # both ranks send all bytes once, in two halves

@@ -51,8 +51,8 @@ def beside(job: Job, other: Job, nodes: tuple[int, ...], offset_s: float = 0.0) 
         nodes=nodes,
         offset_s=offset_s,
     )
-    given = (*job.cluster.background, background)
-    return replace(job, cluster=job.cluster.model_copy(update={"background": given}))
+    background_jobs = (*job.cluster.background, background)
+    return replace(job, cluster=job.cluster.model_copy(update={"background": background_jobs}))
 
 
 def network_of(prediction: Prediction) -> Network:
@@ -74,7 +74,7 @@ def parts_of(num_layers: int) -> Parts:
     """Parts of a step on one leaf switch, where it shares no link."""
     _, simulated = predict_step(job_with(num_layers))
     reduction = reduction_of(simulated)
-    start_s, end_s = (float(each[reduction]) for each in (simulated.times.start_s, simulated.times.end_s))
+    start_s, end_s = (float(ops_s[reduction]) for ops_s in (simulated.times.start_s, simulated.times.end_s))
     assert simulated.contention is not None
     usage = simulated.contention.usages[simulated.contention.usage[reduction]]
     assert end_s - start_s == pytest.approx(usage.fixed_s + usage.transfer_s, rel=1e-9)
@@ -87,10 +87,10 @@ def reduction_of(simulated: Simulated) -> int:
     return int(of_data[simulated.program_costs.durations_s[of_data].argmax()])
 
 
-def steps_by_hand(own: Parts, other: Parts, offset_s: float) -> float:
+def steps_by_hand(parts: Parts, other: Parts, offset_s: float) -> float:
     """Time of the own step if both transfers share a link equally whenever both run, in small steps of time."""
     delta_s = 2e-6
-    own_s, other_s = [own.before + own.latency, own.transfer], [other.before + other.latency, other.transfer]
+    own_s, other_s = [parts.before + parts.latency, parts.transfer], [other.before + other.latency, other.transfer]
     rest, time_s = [*other_s, other.after], -offset_s
     while True:
         while not any(left > 0 for left in rest):
@@ -102,15 +102,15 @@ def steps_by_hand(own: Parts, other: Parts, offset_s: float) -> float:
             which = 0 if own_s[0] > 0 else 1
             own_s[which] -= delta_s / 2 if is_sharing else delta_s
             if own_s[1] <= 0:
-                return time_s + own.after
+                return time_s + parts.after
         time_s += delta_s
 
 
 def test_equal_jobs_on_one_uplink_reduce_in_twice_the_time() -> None:
-    own = parts_of(4)
+    parts = parts_of(4)
     prediction = predict(beside(job_with(4), job_with(4), (1, 3)))
-    alone_s = sum(own)
-    assert prediction.step_time_s == pytest.approx(alone_s + own.transfer, rel=1e-9)
+    alone_s = sum(parts)
+    assert prediction.step_time_s == pytest.approx(alone_s + parts.transfer, rel=1e-9)
     network = network_of(prediction)
     assert network.without_background_s == pytest.approx(alone_s, rel=1e-9)
     assert network.slowest is not None
@@ -118,34 +118,36 @@ def test_equal_jobs_on_one_uplink_reduce_in_twice_the_time() -> None:
     assert {share.name.partition(":")[0] for share in network.slowest.communications} >= {"other"}
     (other,) = network.other_jobs
     assert other.alone_s == pytest.approx(alone_s, rel=1e-9)
-    assert other.step_times_s == pytest.approx([alone_s + own.transfer], rel=1e-9)
+    assert other.step_times_s == pytest.approx([alone_s + parts.transfer], rel=1e-9)
 
 
 @pytest.mark.parametrize(("num_layers", "offset_s"), [(2, 0.0), (2, 0.03), (3, 0.01), (6, 0.0), (1, 0.005)])
 def test_two_jobs_share_an_uplink_as_two_transfers_do(num_layers: int, offset_s: float) -> None:
-    own, other = parts_of(4), parts_of(num_layers)
+    parts, other = parts_of(4), parts_of(num_layers)
     found_s = predict(beside(job_with(4), job_with(num_layers), (1, 3), offset_s)).step_time_s
-    assert found_s == pytest.approx(steps_by_hand(own, other, offset_s % sum(other)), abs=2e-5)
+    assert found_s == pytest.approx(steps_by_hand(parts, other, offset_s % sum(other)), abs=2e-5)
 
 
 def test_job_that_ends_its_transfer_early_frees_the_link() -> None:
-    own, other = parts_of(4), parts_of(4)
+    parts, other = parts_of(4), parts_of(4)
     # the other began as long ago as its whole transfer takes: it ends when that of this job begins
-    offset_s = own.latency + own.transfer
-    assert predict(beside(job_with(4), job_with(4), (1, 3), offset_s)).step_time_s == pytest.approx(sum(own), rel=1e-9)
+    offset_s = parts.latency + parts.transfer
+    assert predict(beside(job_with(4), job_with(4), (1, 3), offset_s)).step_time_s == pytest.approx(
+        sum(parts), rel=1e-9
+    )
     # half of it: both share the link until the other half has passed, in twice its time
-    half_s = predict(beside(job_with(4), job_with(4), (1, 3), own.transfer / 2)).step_time_s
-    assert half_s == pytest.approx(sum(own) + (other.transfer - own.transfer / 2), rel=1e-9)
+    half_s = predict(beside(job_with(4), job_with(4), (1, 3), parts.transfer / 2)).step_time_s
+    assert half_s == pytest.approx(sum(parts) + (other.transfer - parts.transfer / 2), rel=1e-9)
 
 
 def test_job_on_other_links_changes_nothing() -> None:
-    own = predict(job_with(4))
+    alone = predict(job_with(4))
     prediction = predict(beside(job_with(4), job_with(3), (2, 3)))
-    assert prediction.step_time_s == pytest.approx(own.step_time_s, rel=1e-9)
+    assert prediction.step_time_s == pytest.approx(alone.step_time_s, rel=1e-9)
     network = network_of(prediction)
-    assert network.contention_s <= 1e-9 * own.step_time_s
+    assert network.contention_s <= 1e-9 * alone.step_time_s
     moved = {link.name: link.num_bytes for link in network.links}
-    assert moved["node0.nic0 -> leaf0"] == pytest.approx(network_of(own).links[0].num_bytes, rel=1e-9)
+    assert moved["node0.nic0 -> leaf0"] == pytest.approx(network_of(alone).links[0].num_bytes, rel=1e-9)
     assert moved["node2.nic0 -> leaf1"] > 0
 
 
@@ -157,8 +159,8 @@ def test_load_of_links_includes_every_step_of_the_other_job() -> None:
     assert link.series
     assert np.mean(link.series) == pytest.approx(link.busy_share, rel=1e-6)
     card = next(link for link in network.links if link.name.startswith("node1.nic0 -> "))
-    one = next(link for link in network_of(predict(job_with(1))).links if link.name.startswith("node1.nic0 -> "))
-    assert card.num_bytes / one.num_bytes > len(network.other_jobs[0].step_times_s)
+    uplink = next(link for link in network_of(predict(job_with(1))).links if link.name.startswith("node1.nic0 -> "))
+    assert card.num_bytes / uplink.num_bytes > len(network.other_jobs[0].step_times_s)
 
 
 PLANS: tuple[dict[str, Any], ...] = ({"dp_replicate": 2, "tp": 8}, {"dp_shard": 16}, {"dp_replicate": 8, "pp": 2})
@@ -205,9 +207,9 @@ def error_of(tmp_path: Path, *changes: tuple[str, str]) -> SpecError:
         text = text.replace(before, after, 1)
     file = tmp_path / "scenario.yaml"
     file.write_text(text)
-    with pytest.raises(SpecError) as found:
+    with pytest.raises(SpecError) as refused:
         load_scenario(file)
-    return found.value
+    return refused.value
 
 
 GPT2 = "job: {model: {preset: gpt2-124m}"

@@ -132,7 +132,9 @@ def usages_named(simulated: Simulated) -> tuple[Any, Any]:
 def test_detours_of_a_dragonfly_avoid_the_one_link_between_two_routers() -> None:
     """Two routers of a Cray EX: the rings over eight nodes overload the link between them, and detours relieve it."""
     fields = catalog.topology_fields("cray-ex")
-    adaptive, minimal = (Dragonfly.model_validate({**fields, "routing": each}) for each in ("adaptive", "minimal"))
+    adaptive, minimal = (
+        Dragonfly.model_validate({**fields, "routing": routing}) for routing in ("adaptive", "minimal")
+    )
     one_router = Dragonfly.model_validate({**fields, "nodes_per_router": 8})
     steps = {}
     for name, topology in (("adaptive", adaptive), ("minimal", minimal), ("one router", one_router)):
@@ -155,8 +157,8 @@ def test_background_traffic_slows_the_links_that_it_crosses() -> None:
     job = job_on(topology, "fsdp")
     flows = [{"from": "node0", "to": "node2", "gbit": gbit} for gbit in (1.0, 3200.0)]
     quiet, light, heavy = (
-        predict(replace(job, cluster=job.cluster.model_copy(update={"background": given})))
-        for given in ((), *((BackgroundFlow.model_validate(flow),) for flow in flows))
+        predict(replace(job, cluster=job.cluster.model_copy(update={"background": background})))
+        for background in ((), *((BackgroundFlow.model_validate(flow),) for flow in flows))
     )
     assert quiet.step_time_s == pytest.approx(light.step_time_s, rel=1e-3)
     assert heavy.step_time_s > 1.1 * quiet.step_time_s

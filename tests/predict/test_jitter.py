@@ -30,33 +30,33 @@ from tests.support.problems import refuses
 
 def job_of(num_ranks: int, jitter: Jitter | None, **plan: int) -> Job:
     """Data-parallel ranks whose communication takes no time next to their compute."""
-    found = catalog.cluster("dgx-h100", num_ranks)
-    fast = {} if found.intra_link is None else {"bytes_per_s": 1e16, "latency_s": 0.0}
-    link = None if found.intra_link is None else found.intra_link.model_copy(update=fast)
+    cluster_of_ranks = catalog.cluster("dgx-h100", num_ranks)
+    fast = {} if cluster_of_ranks.intra_link is None else {"bytes_per_s": 1e16, "latency_s": 0.0}
+    link = None if cluster_of_ranks.intra_link is None else cluster_of_ranks.intra_link.model_copy(update=fast)
     sizes: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 4096, "num_attention_heads": 32, "seq_len": 4096}
     model = tiny_model(**sizes, tied_embeddings=False)
     made = ParallelPlan.model_validate(plan or {"dp_replicate": num_ranks})
     training = TrainingSpec(global_batch_size=made.dp, precision="bf16")
-    cluster = found.with_changes(jitter=jitter, intra_link=link, devices_per_node=num_ranks)
+    cluster = cluster_of_ranks.with_changes(jitter=jitter, intra_link=link, devices_per_node=num_ranks)
     return Job(model, cluster, training, made, catalog.software("torch"))
 
 
 def jittered(job: Job) -> JitteredStep:
-    found = predict(job).jitter
-    assert found is not None
-    return found
+    jittered_step = predict(job).jitter
+    assert jittered_step is not None
+    return jittered_step
 
 
 def phases_s(num_ranks: int) -> tuple[float, float, float]:
     """Seconds of forward, backward and optimizer step of a rank without jitter."""
     simulated = predict_step(job_of(num_ranks, Jitter(seed=1)))[1]
-    found = {"F": 0.0, "B": 0.0, "OPTIM": 0.0}
+    by_kind = {"F": 0.0, "B": 0.0, "OPTIM": 0.0}
     parts = np.array([any(type(part).__name__ == "LayerWork" for part in work) for work in simulated.program.works])
     for index in simulated.program.by_rank[0]:
         op = simulated.program.ops[index]
         if parts[simulated.program.columns.work[index]]:
-            found[op.action.kind.value] += float(simulated.program_costs.durations_s[index])
-    return found["F"], found["B"], found["OPTIM"]
+            by_kind[op.action.kind.value] += float(simulated.program_costs.durations_s[index])
+    return by_kind["F"], by_kind["B"], by_kind["OPTIM"]
 
 
 def expected_largest_normal(num: int) -> float:
@@ -71,23 +71,23 @@ def test_mean_of_normal_jitter_is_that_of_the_largest_sample() -> None:
     """Ranks meet after forward and backward, whose deviations add in squares, and after the optimizer step."""
     assert expected_largest_normal(2) == pytest.approx(1 / np.sqrt(np.pi), rel=1e-6)
     num_ranks, std = 32, 0.1
-    found = jittered(job_of(num_ranks, Jitter(distribution="normal", compute_relative_std=std, seed=5)))
+    noisy = jittered(job_of(num_ranks, Jitter(distribution="normal", compute_relative_std=std, seed=5)))
     forward_s, backward_s, update_s = phases_s(num_ranks)
     late_s = std * expected_largest_normal(num_ranks) * (np.hypot(forward_s, backward_s) + update_s)
-    assert found.mean_s - found.without_s == pytest.approx(late_s, rel=0.04)
+    assert noisy.mean_s - noisy.without_s == pytest.approx(late_s, rel=0.04)
 
 
 def test_mean_of_exponential_jitter_is_that_of_the_largest_sample() -> None:
     """Mean of the largest of n sums of two exponentials, by integration of its survival; the optimizer step: H_n."""
     num_ranks = 16
-    found = jittered(job_of(num_ranks, Jitter(distribution="exponential", compute_relative_std=1.0, seed=3)))
+    noisy = jittered(job_of(num_ranks, Jitter(distribution="exponential", compute_relative_std=1.0, seed=3)))
     a, b, update_s = phases_s(num_ranks)
     t = np.linspace(0, 60 * (a + b), 400_001)
     below = 1 - (a * np.exp(-t / a) - b * np.exp(-t / b)) / (a - b)
     largest_s = float(np.trapezoid(1 - below**num_ranks, t))
     harmonic = sum(1 / k for k in range(1, num_ranks + 1))
-    steady_s = found.without_s - a - b - update_s
-    assert found.mean_s == pytest.approx(steady_s + largest_s + harmonic * update_s, rel=0.04)
+    steady_s = noisy.without_s - a - b - update_s
+    assert noisy.mean_s == pytest.approx(steady_s + largest_s + harmonic * update_s, rel=0.04)
 
 
 def expected_kth_s(below: NDArray[np.float64], t: NDArray[np.float64], num: int, kept: int) -> float:
@@ -107,13 +107,13 @@ def test_backup_workers_wait_for_the_kept_order_statistic(num_dropped: int) -> N
 
     job = job_of(num_ranks, Jitter(distribution="exponential", compute_relative_std=1.0, seed=3))
     training = job.training.with_changes(backup_workers=num_dropped)
-    found = jittered(replace(job, training=training))
+    noisy = jittered(replace(job, training=training))
     a, b, update_s = phases_s(num_ranks)
     t *= a + b
     below = 1 - (a * np.exp(-t / a) - b * np.exp(-t / b)) / (a - b)  # sum of the exponentials of forward and backward
     arrival_s = expected_kth_s(below, t, num_ranks, num_kept)
-    steady_s = found.without_s - a - b - update_s
-    assert found.mean_s == pytest.approx(steady_s + arrival_s + harmonic[num_kept] * update_s, rel=0.04)
+    steady_s = noisy.without_s - a - b - update_s
+    assert noisy.mean_s == pytest.approx(steady_s + arrival_s + harmonic[num_kept] * update_s, rel=0.04)
 
 
 def test_a_slow_rank_may_be_dropped_in_some_steps_and_kept_in_others() -> None:
@@ -154,10 +154,10 @@ def test_more_ranks_are_never_faster(distribution: str, std: float, seed: int, n
     [{"dp_replicate": 16}, {"dp_shard": 16}, {"dp_replicate": 2, "tp": 2, "pp": 4}],
 )
 def test_without_deviation_it_is_the_step_without_jitter(plan: dict[str, int]) -> None:
-    steady, found = (predict(job_of(16, jitter, **plan)) for jitter in (None, Jitter(seed=4)))
-    assert found.step_time_s == pytest.approx(steady.step_time_s, rel=1e-12)
-    assert found.jitter is not None
-    times_s = (found.jitter.mean_s, found.jitter.without_s, *found.jitter.range_s)
+    steady, noisy = (predict(job_of(16, jitter, **plan)) for jitter in (None, Jitter(seed=4)))
+    assert noisy.step_time_s == pytest.approx(steady.step_time_s, rel=1e-12)
+    assert noisy.jitter is not None
+    times_s = (noisy.jitter.mean_s, noisy.jitter.without_s, *noisy.jitter.range_s)
     assert times_s == pytest.approx([steady.step_time_s] * 4, rel=1e-12)
 
 
@@ -182,8 +182,8 @@ def test_jitter_of_communication_is_what_communication_takes_longer() -> None:
     job = any_job(tiny_model(), {"dp_replicate": 16, "grad_sync": "step"}, num_microbatches=1)
     jitter = Jitter(communication_relative_std=0.2, seed=2)
     noisy = replace(job, cluster=job.cluster.with_changes(jitter=jitter))
-    found = jittered(noisy)
-    assert found.range_s[0] < found.without_s < found.range_s[1]
+    with_jitter = jittered(noisy)
+    assert with_jitter.range_s[0] < with_jitter.without_s < with_jitter.range_s[1]
 
 
 def test_explanation_names_jitter() -> None:

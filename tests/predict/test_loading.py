@@ -40,9 +40,9 @@ def job_of(software: str, task: str, plan: ParallelPlan, device: str = "l40s", *
 
 
 def peaks_of(job: Job) -> LoadingPeaks:
-    found = loading_peaks(job.software, job.model, job.plan, job.training, job.cluster.ranks_per_node)
-    assert found is not None
-    return found
+    peaks = loading_peaks(job.software, job.model, job.plan, job.training, job.cluster.ranks_per_node)
+    assert peaks is not None
+    return peaks
 
 
 def test_qlora_of_a_70b_is_whole_on_each_device_before_it_is_sharded() -> None:
@@ -66,8 +66,8 @@ def test_qlora_of_a_70b_is_whole_on_each_device_before_it_is_sharded() -> None:
 @pytest.mark.parametrize(("method", "copies"), [("cpu", 8), ("broadcast", 8), ("rank0", 1)])
 def test_full_fine_tuning_of_a_70b_makes_fp32_copies_on_the_host(method: str, copies: int) -> None:
     """``70 * 4 * 8 GB ~ 2TB of CPU RAM`` (huggingface/blog pull request 1412); one copy if rank 0 alone loads."""
-    found = peaks_of(job_of("accelerate", "sft", ParallelPlan(dp_shard=8), loading=method))
-    assert found.host_bytes == copies * 4 * LLAMA.num_parameters
+    peaks = peaks_of(job_of("accelerate", "sft", ParallelPlan(dp_shard=8), loading=method))
+    assert peaks.host_bytes == copies * 4 * LLAMA.num_parameters
 
 
 def test_reported_host_memory_lies_between_what_is_needed_and_what_is_mapped() -> None:
@@ -77,16 +77,16 @@ def test_reported_host_memory_lies_between_what_is_needed_and_what_is_mapped() -
     """
     for devices, reported in ((4, 127e9), (2, 107e9)):
         plan = ParallelPlan(dp_shard=devices, offload_optimizer=True)
-        found = peaks_of(job_of("accelerate", "lora", plan, training={"base_weights": NF4}, loading="rank0"))
-        assert found.host_bytes < reported < found.host_bytes + found.mapped_bytes
+        peaks = peaks_of(job_of("accelerate", "lora", plan, training={"base_weights": NF4}, loading="rank0"))
+        assert peaks.host_bytes < reported < peaks.host_bytes + peaks.mapped_bytes
 
 
 def test_zero_3_never_has_the_model_whole() -> None:
     """DeepSpeed's flat buffers of trained shards pass through the host (runtime/zero/utils.py, defragment)."""
-    found = peaks_of(job_of("deepspeed", "sft", ParallelPlan(dp_shard=8)))
-    assert found.method == "zero_init"
-    assert found.device_bytes == pytest.approx(2 * LLAMA.num_parameters / 8 + 2 * 128_256 * 8192, rel=1e-3)
-    assert found.host_bytes == pytest.approx(2 * LLAMA.num_parameters, rel=1e-3)
+    peaks = peaks_of(job_of("deepspeed", "sft", ParallelPlan(dp_shard=8)))
+    assert peaks.method == "zero_init"
+    assert peaks.device_bytes == pytest.approx(2 * LLAMA.num_parameters / 8 + 2 * 128_256 * 8192, rel=1e-3)
+    assert peaks.host_bytes == pytest.approx(2 * LLAMA.num_parameters, rel=1e-3)
 
 
 def test_predictions_say_that_a_model_cannot_be_loaded_and_the_way_out() -> None:

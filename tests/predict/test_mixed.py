@@ -97,8 +97,8 @@ def test_balanced_microbatches_take_all_work_over_all_speed() -> None:
     computing = [equal.splits[rank].compute_s for rank in (0, 8)]
     # a rank of speed 1 / t does t_other / (t + t_other) of the sequences of two
     ideal_s = 2 * computing[0] * computing[1] / sum(computing)
-    found = [shared.splits[rank].compute_s for rank in (0, 8)]
-    assert max(found) == pytest.approx(ideal_s, rel=0.06)  # whole sequences, and larger kernels are more efficient
+    compute_s = [shared.splits[rank].compute_s for rank in (0, 8)]
+    assert max(compute_s) == pytest.approx(ideal_s, rel=0.06)  # whole sequences, and larger kernels are more efficient
     assert shared.step_time_s < equal.step_time_s
 
 
@@ -127,8 +127,8 @@ def test_stages_split_as_the_best_of_all() -> None:
             (0, *(1 + cut for cut in cuts), num_blocks + 2)
             for cuts in itertools.combinations(range(1, num_blocks), num_stages - 1)
         ]
-        found = balanced_unequal_assignment(times_s, range(num_stages))
-        assert slowest_s(found.boundaries) == pytest.approx(min(map(slowest_s, every)), rel=1e-9)
+        assignment = balanced_unequal_assignment(times_s, range(num_stages))
+        assert slowest_s(assignment.boundaries) == pytest.approx(min(map(slowest_s, every)), rel=1e-9)
         if sum(most) < num_blocks:
             continue
         within = balanced_unequal_assignment(times_s, range(num_stages), max_blocks=most)
@@ -230,7 +230,7 @@ def test_search_finds_the_best_of_predict() -> None:
     best = result.best
     assert best is not None
     assert 0 < result.space.timed < result.space.bounded
-    found: list[tuple[float, ParallelPlan]] = []
+    timed: list[tuple[float, ParallelPlan]] = []
     shares: tuple[Literal["balanced"] | None, ...] = (None, "balanced")
     for tp, pp, size, sizes, shard in itertools.product((1, 2), (1, 2), (1, 2, 4), shares, (False, True)):
         dp = 16 // tp // pp
@@ -243,8 +243,8 @@ def test_search_finds_the_best_of_predict() -> None:
         except SpecError:
             continue
         if all(m.device_bytes <= 0.95 * (m.capacity_bytes or 0) for m in step.memory):
-            found.append((step.step_time_s, plan))
-    assert len(found) > 4
-    assert best.step_time_s == pytest.approx(min(seconds for seconds, _ in found), rel=1e-6)
+            timed.append((step.step_time_s, plan))
+    assert len(timed) > 4
+    assert best.step_time_s == pytest.approx(min(seconds for seconds, _ in timed), rel=1e-6)
     assert best.headroom_bytes is not None
     assert best.headroom_bytes >= 0

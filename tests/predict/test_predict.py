@@ -72,8 +72,8 @@ def test_tied_embeddings_cost_an_all_reduce_between_the_ends() -> None:
     tied = ask(ParallelPlan(pp=2), batch=8)
     untied = ask(ParallelPlan(pp=2), batch=8, model=GPT2.model_copy(update={"tied_embeddings": False}))
 
-    def all_reduces(found: Prediction) -> list[Communication]:
-        ops = build_program(found, folded=False).ops
+    def all_reduces(prediction: Prediction) -> list[Communication]:
+        ops = build_program(prediction, folded=False).ops
         return [m for op in ops if (m := op.communication) and m.kind is CollectiveKind.ALL_REDUCE]
 
     assert all_reduces(untied) == []
@@ -197,8 +197,8 @@ def test_the_host_errs_apart_from_the_device() -> None:
 
 def test_scores_of_gemma_2_are_said_to_be_tensors() -> None:
     """Of 8,192 tokens they are most of what a block keeps; Llama's blocks, under the same plan, have none."""
-    found = (predict(job_of(name, {"dp_shard": 8})).assumptions for name in ("gemma2-2b", "llama3-8b"))
-    said = [any("flex_attention" in line for line in assumptions) for assumptions in found]
+    sentences = (predict(job_of(name, {"dp_shard": 8})).assumptions for name in ("gemma2-2b", "llama3-8b"))
+    said = [any("flex_attention" in line for line in assumptions) for assumptions in sentences]
     assert said == [True, False]
 
 
@@ -243,12 +243,12 @@ def test_unmodelled_parts_of_deepseek_are_named() -> None:
 def test_stages_have_as_many_blocks_under_megatron_and_nemo() -> None:
     """As these build a stage (get_num_layers_to_build); the head makes the last stage slowest, unlike balanced ones."""
     model = GPT2.model_copy(update={"num_hidden_layers": 6})
-    found = {
+    boundaries = {
         name: predict(job_of(model, {"pp": 2}, software=name)).assignment.boundaries
         for name in ("torch", "megatron-lm-2022", "megatron-core", "megatron-bridge", "nemo")
     }
-    assert found.pop("torch") == (0, 6, 8), "the head counts for blocks: its 50,257 tokens are odd"
-    assert {*found.values()} == {(0, 4, 8)}
+    assert boundaries.pop("torch") == (0, 6, 8), "the head counts for blocks: its 50,257 tokens are odd"
+    assert {*boundaries.values()} == {(0, 4, 8)}
 
 
 def test_torch_and_torchtitan_differ_by_the_trainer() -> None:

@@ -99,8 +99,8 @@ def test_throughput_of_documents_is_that_of_all_packs() -> None:
     assert share != prediction.job.model.document_share
 
 
-def sentence(found: Prediction) -> str:
-    (text,) = (text for text in found.assumptions if text.startswith("packs differ"))
+def sentence(prediction: Prediction) -> str:
+    (text,) = (text for text in prediction.assumptions if text.startswith("packs differ"))
     return text
 
 

@@ -93,8 +93,8 @@ def test_a_search_keeps_room_for_the_reserve(roomy: Prediction) -> None:
 
 
 def test_a_device_of_unknown_size_gives_all(roomy: Prediction) -> None:
-    found = predict(with_memory(None)).memory
-    assert found == tuple(replace(rank, capacity_bytes=None) for rank in roomy.memory)
+    memory = predict(with_memory(None)).memory
+    assert memory == tuple(replace(rank, capacity_bytes=None) for rank in roomy.memory)
 
 
 def test_shortages_add_up() -> None:

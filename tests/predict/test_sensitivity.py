@@ -25,12 +25,12 @@ def predicted(name: str) -> tuple[Prediction, Simulated]:
     return load_scenario(SCENARIOS / f"{name}.yaml").predict_step()
 
 
-def pinned(found: Prediction) -> ParallelPlan:
+def pinned(prediction: Prediction) -> ParallelPlan:
     """The plan with its stages as they are: other rates can balance layers otherwise."""
-    if found.job.plan.num_stages == 1:
-        return found.job.plan
-    blocks = found.assignment.stage_layers(found.job.model.num_last_layers)
-    return found.job.plan.model_copy(update={"stage_layers": blocks})
+    if prediction.job.plan.num_stages == 1:
+        return prediction.job.plan
+    blocks = prediction.assignment.stage_layers(prediction.job.model.num_last_layers)
+    return prediction.job.plan.model_copy(update={"stage_layers": blocks})
 
 
 @pytest.mark.parametrize(

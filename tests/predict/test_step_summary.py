@@ -100,8 +100,10 @@ def test_stages_reduce_their_gradients_beside_each_other_where_nobody_waits_in_b
     terms = step_terms(
         job_of(UNTIED, plan, cluster="dgx-a100-80gb", software=software, global_batch_size=16, precision="fp16")
     )
-    found = [t.times for t in terms if isinstance(t.work, Communication) and t.work.kind is CollectiveKind.ALL_REDUCE]
-    assert sum(found) == pytest.approx(reductions, abs=1e-3)
+    occurrences = [
+        t.times for t in terms if isinstance(t.work, Communication) and t.work.kind is CollectiveKind.ALL_REDUCE
+    ]
+    assert sum(occurrences) == pytest.approx(reductions, abs=1e-3)
 
 
 def test_terms_add_up_to_the_step_where_less_than_a_millisecond_is_computed_beside_communications() -> None:

@@ -27,9 +27,15 @@ from tests.support.slow import slow_except
 
 
 def job_of(plan: ParallelPlan, **cluster: object) -> Job:
-    found = catalog.cluster("dgx-h100", plan.num_devices).with_changes(**cluster)
+    cluster_of_plan = catalog.cluster("dgx-h100", plan.num_devices).with_changes(**cluster)
     training = TrainingSpec(global_batch_size=8 * plan.dp, precision="bf16")
-    return Job(tiny_model(num_hidden_layers=4, tied_embeddings=False), found, training, plan, catalog.software("torch"))
+    return Job(
+        tiny_model(num_hidden_layers=4, tied_embeddings=False),
+        cluster_of_plan,
+        training,
+        plan,
+        catalog.software("torch"),
+    )
 
 
 def slow(rank: int, times: float) -> tuple[Straggler, ...]:
@@ -69,8 +75,8 @@ def test_folded_is_unfolded(plan: ParallelPlan, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys.modules["simplan.predict.step"], "folding_of", lambda job: everyone)
     whole = predict(job)
     assert folded.step_time_s == pytest.approx(whole.step_time_s, rel=1e-12)
-    for one, other in zip(folded.splits, whole.splits, strict=True):
-        assert one.compute_s == pytest.approx(other.compute_s, rel=1e-9)
+    for of_folded, of_whole in zip(folded.splits, whole.splits, strict=True):
+        assert of_folded.compute_s == pytest.approx(of_whole.compute_s, rel=1e-9)
 
 
 def test_a_node_is_all_ranks_that_are_placed_there() -> None:
@@ -120,9 +126,9 @@ def test_dropped_gradients_of_equal_replicas_only_cost_throughput(plan: Parallel
     every, some = predict(job), predict(dropping(job, 1)).with_budget(TrainingBudget(num_tokens=1e9))
     assert some.step_time_s == pytest.approx(every.step_time_s, rel=1e-12)
     assert every.mfu is not None
-    found = (some.tokens_per_s_per_device, some.samples_per_s_per_device, some.mfu)
+    rates = (some.tokens_per_s_per_device, some.samples_per_s_per_device, some.mfu)
     before = (every.tokens_per_s_per_device, every.samples_per_s_per_device, every.mfu)
-    assert found == pytest.approx([value * (replicas - 1) / replicas for value in before], rel=1e-12)
+    assert rates == pytest.approx([value * (replicas - 1) / replicas for value in before], rel=1e-12)
     tokens = 8 * (replicas - 1) * job.model.seq_len  # 8 sequences per replica
     assert some.training_run is not None
     assert some.training_run.num_steps == -(-(10**9) // tokens)

@@ -13,7 +13,7 @@ from simplan import catalog
 from simplan.errors import NotModelledError, SpecError
 from simplan.plan.plan import ParallelPlan
 from simplan.program.program import MemoryCategory
-from simplan.scenario import load_scenario, load_search, make_job, scenario_from, search_from
+from simplan.scenario import load_scenario, load_search, make_job, scenario_from
 from simplan.scenario.search import plan_section
 from simplan.scenario.source import read_source
 from tests.support.problems import refuses
@@ -249,7 +249,9 @@ def test_tokens_of_a_step_change_a_file_and_a_search(tmp_path: Path) -> None:
     assert scenario_from(file, {"global_batch_tokens": 24 * length}).job.training.global_batch_size == 24
     assert make_job("llama3-8b", num_devices=16, global_batch_tokens=2**20).training.global_batch_size == 128
     for devices, sequences in ((16, 128), (96, 128), (1024, 128)):  # of 96 devices, plans of 32 data-parallel ranks
-        searched = search_from("llama3-8b", {"cluster.num_devices": devices, "global_batch_tokens": 10**6})
+        searched = read_source(
+            "llama3-8b", {"cluster.num_devices": devices, "global_batch_tokens": 10**6}, searches=True
+        ).search()
         assert searched.job.training.global_batch_size == sequences
     near = {"cluster.num_devices": 16, "global_batch_tokens": 200_000}
     assert refusal("llama3-8b", near).endswith("a multiple of 16 (dp x microbatch_size); give 131072 or 262144")
@@ -273,11 +275,11 @@ def test_search_of_a_model_takes_ranges(tmp_path: Path) -> None:
     file = tmp_path / "case.yaml"
     file.write_text(FILE.replace("plan: {tp: 8, dp_shard: 8}", "search: {tp: [4, 8]}"))
     wanted = load_search(file)
-    found = search_from("llama3-8b", {key: value for key, value in ONE_LINE.items() if "plan" not in key}
-                        | {"search.tp": [4, 8]})  # fmt: skip
+    found = read_source("llama3-8b", {key: value for key, value in ONE_LINE.items() if "plan" not in key}
+                        | {"search.tp": [4, 8]}, searches=True).search()  # fmt: skip
     assert (found.job, found.space) == (wanted.job, wanted.space)
     file.write_text(FILE)
-    replaced = search_from(file, {"search.tp": [4, 8]})
+    replaced = read_source(file, {"search.tp": [4, 8]}, searches=True).search()
     assert replaced.space == wanted.space, "a range replaces the plan of a file"
     assert replaced.assumptions[0] == f"plan of {file}: replaced by search"
 

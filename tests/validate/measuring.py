@@ -23,28 +23,28 @@ def predicted(plan: ParallelPlan, name: str = "test", **sizes: Any) -> Predictio
     return predict(job_of(model, plan, global_batch_size=4), name=name)
 
 
-def measure(found: Prediction, factor: float = 1.0, **changes: Any) -> Measurement:
+def measure(prediction: Prediction, factor: float = 1.0, **changes: Any) -> Measurement:
     """A measurement in which every action took ``factor`` times as long as predicted, at ``factor`` times its start."""
     timed = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE_GRAD, ActionKind.OPTIM)
-    job = run_spec_of(found)
+    job = run_spec_of(prediction)
     ranks = []
     for rank in range(2):
-        spans = [s for s in found.timeline.spans if s.rank == rank and s.stream == "compute"]
+        spans = [s for s in prediction.timeline.spans if s.rank == rank and s.stream == "compute"]
         actions = []
-        for text in format_table(found.table)[rank]:
+        for text in format_table(prediction.table)[rank]:
             kind = Action.parse(text).kind
             optim = kind is ActionKind.OPTIM
-            own = [s for s in spans if s.action == text and (not optim or s.kind is SpanKind.OPTIMIZER)]
+            of_action = [s for s in spans if s.action == text and (not optim or s.kind is SpanKind.OPTIMIZER)]
             if kind in timed:
                 actions.append(
                     MeasuredSpan(
                         action=text,
                         kind=SpanKind.OPTIMIZER if optim else SpanKind.COMPUTE,
-                        start_s=factor * min(s.start_s for s in own),
-                        end_s=factor * max(s.end_s for s in own),
+                        start_s=factor * min(s.start_s for s in of_action),
+                        end_s=factor * max(s.end_s for s in of_action),
                     )
                 )
-        moved = {s.action: s for s in found.timeline.spans if s.rank == rank and s.stream != "compute"}
+        moved = {s.action: s for s in prediction.timeline.spans if s.rank == rank and s.stream != "compute"}
         collectives = tuple(
             MeasuredCollective(
                 kind=kind,  # type: ignore[arg-type]
@@ -58,7 +58,7 @@ def measure(found: Prediction, factor: float = 1.0, **changes: Any) -> Measureme
         )
         memory = PeakMemory(allocated_bytes=3 * GIB, device_bytes=(5 + rank) * GIB)
         ranks.append(RankMeasurement(rank=rank, peak_memory=memory, actions=tuple(actions), collectives=collectives))
-    step_s = factor * found.step_time_s
+    step_s = factor * prediction.step_time_s
     fields: dict[str, Any] = {
         "job": job,
         "step_times_s": (0.9 * step_s, step_s, step_s, step_s, 1.1 * step_s),

@@ -28,7 +28,7 @@ SPLIT = ("compute", "recompute", "exposed_communication", "wait", "host", "optim
 
 
 def measured(
-    found: Prediction,
+    prediction: Prediction,
     actions: dict[int, list[MeasuredSpan]],
     moved: dict[int, list[MeasuredCollective]],
     step_s: float,
@@ -44,7 +44,9 @@ def measured(
         )
         for rank in actions
     )
-    return Measurement(job=run_spec_of(found), step_times_s=(step_s,), ranks=ranks, environment={"backend": "gloo"})
+    return Measurement(
+        job=run_spec_of(prediction), step_times_s=(step_s,), ranks=ranks, environment={"backend": "gloo"}
+    )
 
 
 def action(text: str, start_s: float, end_s: float) -> MeasuredSpan:
@@ -65,8 +67,8 @@ def test_pieces_by_hand() -> None:
         waiting=[(0.5, 1.0), (4.0, 5.0)],
         idle=ActivityShare.UNEXPLAINED,
     )
-    found = [(p.start_s, p.end_s, p.share) for p in pieces_of(activity, 8.0)]
-    assert found == [
+    pieces = [(p.start_s, p.end_s, p.share) for p in pieces_of(activity, 8.0)]
+    assert pieces == [
         (0.0, 0.5, ActivityShare.UNEXPLAINED),
         (0.5, 1.0, ActivityShare.WAIT),
         (1.0, 3.0, ActivityShare.COMPUTE),
@@ -155,15 +157,15 @@ def test_a_dropped_rank_waits_and_is_not_on_the_path() -> None:
     row = [str(each) for each in prediction.table[0]]
     kept = [action(text, float(number), number + 0.9) for number, text in enumerate(row)]
     cut = [action(row[0], 0.0, 2.0), action(row[-1], 2.5, kept[-1].end_s)]
-    found = measured(prediction, {0: kept, 1: cut}, {0: [], 1: []}, kept[-1].end_s)
-    first, second = found.ranks
-    found = found.model_copy(update={"ranks": (first, second.model_copy(update={"is_dropped": True}))})
-    terms, _ = attribute(prediction.timeline, found)
+    measurement = measured(prediction, {0: kept, 1: cut}, {0: [], 1: []}, kept[-1].end_s)
+    first, second = measurement.ranks
+    measurement = measurement.model_copy(update={"ranks": (first, second.model_copy(update={"is_dropped": True}))})
+    terms, _ = attribute(prediction.timeline, measurement)
     on_path_s = {term.part: term.measured_s for term in terms}
     assert (on_path_s["forward"], on_path_s["backward"]) == pytest.approx((1.8, 1.8))  # of two microbatches
-    assert measured_activity(found)[1].idle is ActivityShare.WAIT
-    assert ran_as_predicted(found)
-    assert not ran_as_predicted(found.model_copy(update={"ranks": (first, second)}))
+    assert measured_activity(measurement)[1].idle is ActivityShare.WAIT
+    assert ran_as_predicted(measurement)
+    assert not ran_as_predicted(measurement.model_copy(update={"ranks": (first, second)}))
 
 
 def test_recomputation_is_a_share_of_its_own_where_the_run_timed_it() -> None:
@@ -276,4 +278,4 @@ def test_part_of_a_step_belongs_to_one_share() -> None:
         for kind in kinds:
             busy = busy_span(action, kind, 0.0, 1.0)
             shares.setdefault(busy.part, set()).add(busy.share)
-    assert [part for part, found in shares.items() if len(found) > 1] == []
+    assert [part for part, of_part in shares.items() if len(of_part) > 1] == []

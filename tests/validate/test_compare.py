@@ -88,9 +88,9 @@ def test_more_memory_than_the_device_has_is_noted(prediction: Prediction) -> Non
 
 def test_a_slow_rank_is_named(prediction: Prediction) -> None:
     slow = SlowRank(rank=1, factor=2.14, compared_with=(0,), compute_s=0.0412, others_compute_s=0.0193)
-    found = compare(prediction.to_json(), measure(prediction).model_copy(update={"slow_ranks": (slow,)}))
+    comparison = compare(prediction.to_json(), measure(prediction).model_copy(update={"slow_ranks": (slow,)}))
     said = "- rank 1 needs 2.1 times the compute time of rank 0, which has the same work: 41.2 ms per step"
-    assert said in comparison_text(found)
+    assert said in comparison_text(comparison)
 
 
 def test_no_memory_at_all_is_refused() -> None:
@@ -197,11 +197,11 @@ def test_transfer_of_another_action_is_refused(kind: Any) -> None:
 
 
 def test_prediction_with_an_unknown_stream_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = predicted(ParallelPlan(pp=2, stage_layers=(2, 2)))
-    document = found.to_json()
+    prediction = predicted(ParallelPlan(pp=2, stage_layers=(2, 2)))
+    document = prediction.to_json()
     document["timeline"][0]["stream"] = "bf16"
     write_json(tmp_path / "prediction.json", document)
-    (tmp_path / "measurement.json").write_text(measure(found).model_dump_json())
+    (tmp_path / "measurement.json").write_text(measure(prediction).model_dump_json())
     assert simplan.cli.main(["compare", str(tmp_path / "prediction.json"), str(tmp_path / "measurement.json")]) == 2
     assert 'timeline.0.stream = "bf16"' in capsys.readouterr().err
 
@@ -249,8 +249,8 @@ def test_a_clipped_pipeline_is_compared() -> None:
     job = job_of(
         tiny_model(num_hidden_layers=4, tied_embeddings=False), {"pp": 2}, num_microbatches=4, clip_grad_norm=1.0
     )
-    found = predict(job)
-    comparison = compare(found.to_json(), measure(found))
+    prediction = predict(job)
+    comparison = compare(prediction.to_json(), measure(prediction))
     terms = {term.part: term for term in comparison.terms}
     assert len(terms) == len(comparison.terms), "no two terms have one name"
     assert terms["gradient clipping"].predicted_s > 0

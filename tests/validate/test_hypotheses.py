@@ -33,11 +33,11 @@ PUBLISHED = Path(__file__).resolve().parents[2] / "scenarios" / "published"
 @cache
 def published(file: str) -> dict[str, tuple[PublishedRun, Job]]:
     [read] = read_published([PUBLISHED / file])
-    found = {}
+    runs = {}
     for run in read.runs or ():
         if run.job is not None and run.measured.step_time_s is not None and not run.steps_overlap:
-            found[run.id] = run, run.job
-    return found
+            runs[run.id] = run, run.job
+    return runs
 
 
 @pytest.mark.slow
@@ -58,10 +58,10 @@ def test_only_difference_of_two_published_runs_comes_first(
     run, _ = published(file)[measured_id]
     peak = run.measured.peak_reserved_gib
     measured = MeasuredTotals(run.measured.step_time_s, None if peak is None else "reserved", peak or 0.0)
-    found = hypotheses(job, summarize_step(job).step_time_s, measured)
-    assert found
-    assert found[0].change == change
-    assert found[0].explains
+    tried = hypotheses(job, summarize_step(job).step_time_s, measured)
+    assert tried
+    assert tried[0].change == change
+    assert tried[0].explains
 
 
 TRIED = frozenset(
@@ -72,16 +72,16 @@ TRIED = frozenset(
 )  # fmt: skip
 
 
-def only_difference(one: Job, other: Job) -> tuple[str, Any] | None:
+def only_difference(job: Job, other: Job) -> tuple[str, Any] | None:
     """The setting of a hypothesis in which two jobs differ, and its value in the other; None if there are others."""
-    found = {
+    differing = {
         f"{section}.{name}": getattr(getattr(other, section), name)
         for section in ("model", "cluster", "training", "plan", "software")
-        for name in type(getattr(one, section)).model_fields
+        for name in type(getattr(job, section)).model_fields
         if name not in ("name", "sources", "source")
-        and getattr(getattr(one, section), name) != getattr(getattr(other, section), name)
+        and getattr(getattr(job, section), name) != getattr(getattr(other, section), name)
     }
-    [*settings] = found.items()
+    [*settings] = differing.items()
     return settings[0] if len(settings) == 1 and settings[0][0] in TRIED else None
 
 
@@ -103,7 +103,9 @@ def test_setting_that_differs_between_published_runs_is_listed() -> None:
             if low_s <= run.measured.step_time_s <= high_s:
                 within += 1
                 continue
-            settings = [each.change.partition(":")[0] for each in hypotheses(job, base.step_time_s, measured) or ()]
+            settings = [
+                hypothesis.change.partition(":")[0] for hypothesis in hypotheses(job, base.step_time_s, measured) or ()
+            ]
             first += settings[:1] == [difference[0]]
             among_three += difference[0] in settings[:3]
     assert (pairs, within, first, among_three) == (78, 55, 10, 23)
@@ -139,40 +141,40 @@ def test_change_with_which_the_job_was_run_is_found(change: str, changed: Callab
     job = sharded().job
     other = predict(changed(job))
     measured = MeasuredTotals(other.step_time_s, "allocated", other.worst_memory.allocated_bytes / GIB)
-    found = hypotheses(job, sharded().step_time_s, measured)
-    assert found is not None
-    [same] = [each for each in found if each.change == change]
+    tried = hypotheses(job, sharded().step_time_s, measured)
+    assert tried is not None
+    [same] = [hypothesis for hypothesis in tried if hypothesis.change == change]
     assert same.explains
     assert (same.step_error, same.peak_error) == pytest.approx((0.0, 0.0), abs=0.002)
-    assert all(each.distance >= same.distance for each in found)
+    assert all(hypothesis.distance >= same.distance for hypothesis in tried)
 
 
 def test_a_slow_rank_slows_all_by_its_compute() -> None:
     """Ranks wait for each other; so a step without communication takes as much longer as the compute of the slowest."""
     alone = predicted(ParallelPlan(dp_replicate=2))
     measured_s = 1.3 * alone.step_time_s
-    found = hypotheses(alone.job, alone.step_time_s, MeasuredTotals(measured_s))
-    assert found is not None
-    [slow] = [each for each in found if each.change.startswith("a rank that computes")]
+    tried = hypotheses(alone.job, alone.step_time_s, MeasuredTotals(measured_s))
+    assert tried is not None
+    [slow] = [hypothesis for hypothesis in tried if hypothesis.change.startswith("a rank that computes")]
     assert slow.change == "a rank that computes 1.3 times as slowly (clock, power cap)"
     assert slow.step_error == pytest.approx(0.0, abs=0.05)
 
 
 def test_job_of_a_prediction_file() -> None:
     """Every part of the job is in the document; files of older versions lack the settings of the software."""
-    found = sharded()
-    document = found.to_json()
-    assert job_of_prediction(document) == found.job
-    compiled = replace(found.job, software=found.job.software.with_changes(compiled=True))
+    prediction = sharded()
+    document = prediction.to_json()
+    assert job_of_prediction(document) == prediction.job
+    compiled = replace(prediction.job, software=prediction.job.software.with_changes(compiled=True))
     assert job_of_prediction(predict(compiled).to_json()) == compiled
     del document["inputs"]["software_settings"]
     assert job_of_prediction(document) is None
-    logged = LoggedRun(step_time_s=2 * found.step_time_s)
+    logged = LoggedRun(step_time_s=2 * prediction.step_time_s)
     comparison = compare_logged(document, logged)
     assert comparison.hypotheses is None
     assert any("cannot be predicted again" in note for note in comparison.notes)
     document["step_time_s"] *= 1.5  # as with a calibration
-    document["inputs"]["software_settings"] = found.job.software.settings
+    document["inputs"]["software_settings"] = prediction.job.software.settings
     calibrated = compare_logged(document | {"reference_s": 0.001}, logged)
     assert calibrated.hypotheses is None
     assert any("predicted again without a calibration" in note for note in calibrated.notes)
@@ -181,13 +183,13 @@ def test_job_of_a_prediction_file() -> None:
 
 
 def test_hypotheses_are_tried_outside_of_the_intervals_only() -> None:
-    found = sharded()
-    document = found.to_json()
-    allocated_gib = found.worst_memory.allocated_bytes / GIB
-    agrees = LoggedRun(step_time_s=found.step_time_s, peak_allocated_gib=(allocated_gib,))
+    prediction = sharded()
+    document = prediction.to_json()
+    allocated_gib = prediction.worst_memory.allocated_bytes / GIB
+    agrees = LoggedRun(step_time_s=prediction.step_time_s, peak_allocated_gib=(allocated_gib,))
     assert compare_logged(document, agrees).hypotheses is None
     assert compare_logged(document, agrees).memory_terms == ()
-    larger = LoggedRun(step_time_s=found.step_time_s, peak_allocated_gib=(2 * allocated_gib,))
+    larger = LoggedRun(step_time_s=prediction.step_time_s, peak_allocated_gib=(2 * allocated_gib,))
     comparison = compare_logged(document, larger)
     assert comparison.hypotheses is not None
     for term in comparison.memory_terms:
@@ -198,9 +200,9 @@ def test_hypotheses_are_tried_outside_of_the_intervals_only() -> None:
 
 def test_memory_without_times() -> None:
     """A snapshot has no step time; the comparison is of memory alone."""
-    found = sharded()
-    reserved_gib = found.worst_memory.reserved_bytes / GIB
-    comparison = compare_logged(found.to_json(), LoggedRun(peak_reserved_gib=(reserved_gib,)))
+    prediction = sharded()
+    reserved_gib = prediction.worst_memory.reserved_bytes / GIB
+    comparison = compare_logged(prediction.to_json(), LoggedRun(peak_reserved_gib=(reserved_gib,)))
     assert [row.name for row in comparison.rows] == ["peak memory, reserved"]
     assert (comparison.interval_holds, comparison.difference_s, comparison.parts) == (None, None, ())
     document = comparison.to_json()
@@ -210,8 +212,8 @@ def test_memory_without_times() -> None:
 
 def test_parts_of_a_profiled_step() -> None:
     """Those of one rank: all of the step but its hidden communication."""
-    found = sharded()
-    split = found.splits[1]
+    prediction = sharded()
+    split = prediction.splits[1]
     busy_s = split.compute_s + split.recompute_s + split.optimizer_s
     time = GpuTime(
         compute_s=busy_s,
@@ -220,22 +222,22 @@ def test_parts_of_a_profiled_step() -> None:
         idle_s=split.host_s,
         rank=1,
     )
-    logged = LoggedRun(step_time_s=found.step_time_s, gpu_time=time)
-    rows = {row.name: row for row in compare_logged(found.to_json(), logged).rows[1:]}
+    logged = LoggedRun(step_time_s=prediction.step_time_s, gpu_time=time)
+    rows = {row.name: row for row in compare_logged(prediction.to_json(), logged).rows[1:]}
     assert list(rows) == ["compute, rank 1", "exposed communication, rank 1", "idle, rank 1"]
     assert all(row.predicted == pytest.approx(row.measured) for row in rows.values())
-    slower = 2 * found.step_time_s
+    slower = 2 * prediction.step_time_s
     idle = logged.model_copy(
         update={
             "step_time_s": slower,
-            "gpu_time": time.model_copy(update={"idle_s": found.step_time_s, "compute_s": 0.0}),
+            "gpu_time": time.model_copy(update={"idle_s": prediction.step_time_s, "compute_s": 0.0}),
         }
     )
     for run, is_listed in ((LoggedRun(step_time_s=slower), True), (idle, False)):
-        changes = [each.change for each in compare_logged(found.to_json(), run).hypotheses or ()]
+        changes = [hypothesis.change for hypothesis in compare_logged(prediction.to_json(), run).hypotheses or ()]
         assert ("plan.recompute: full" in changes) == is_listed  # the trace has less compute than predicted
         assert any(change.startswith("a rank that computes") for change in changes)
-    assert sum(row.predicted for row in rows.values()) == pytest.approx(found.step_time_s)
+    assert sum(row.predicted for row in rows.values()) == pytest.approx(prediction.step_time_s)
 
 
 ACROSS = """
@@ -264,16 +266,22 @@ def across(folder: Path, network: str = "", *, num_nodes: int = 2) -> Prediction
 def test_network_that_the_job_ran_on_is_named(network: str, change: str, tmp_path: Path) -> None:
     """The measurement is the prediction of a scenario with that network."""
     base, other = across(tmp_path), across(tmp_path, network)
-    found = hypotheses(base.job, base.step_time_s, MeasuredTotals(other.step_time_s))
-    assert found is not None
-    networks = [each for each in found if "between nodes" in each.change or "inter_link" in each.change]
-    assert [each.change for each in networks] == [change]
+    tried = hypotheses(base.job, base.step_time_s, MeasuredTotals(other.step_time_s))
+    assert tried is not None
+    networks = [
+        hypothesis for hypothesis in tried if "between nodes" in hypothesis.change or "inter_link" in hypothesis.change
+    ]
+    assert [hypothesis.change for hypothesis in networks] == [change]
     assert networks[0].explains
     assert networks[0].step_error == pytest.approx(0.0, abs=0.002)
 
 
 def test_network_is_not_suspected_in_one_node(tmp_path: Path) -> None:
     alone = across(tmp_path, num_nodes=1)
-    found = hypotheses(alone.job, alone.step_time_s, MeasuredTotals(20 * alone.step_time_s))
-    assert found
-    assert not [each.change for each in found if "between nodes" in each.change or "inter_link" in each.change]
+    tried = hypotheses(alone.job, alone.step_time_s, MeasuredTotals(20 * alone.step_time_s))
+    assert tried
+    assert not [
+        hypothesis.change
+        for hypothesis in tried
+        if "between nodes" in hypothesis.change or "inter_link" in hypothesis.change
+    ]

@@ -81,12 +81,12 @@ def test_a_throughput_is_a_step_time(prediction: Prediction) -> None:
 
 
 def test_memory_is_of_the_rank_that_needed_most(prediction: Prediction) -> None:
-    one = LoggedRun(step_time_s=1.0, peak_device_gib=(6.0,))
-    row = compare_logged(prediction.to_json(), one).rows[1]
+    of_one = LoggedRun(step_time_s=1.0, peak_device_gib=(6.0,))
+    row = compare_logged(prediction.to_json(), of_one).rows[1]
     assert (row.name, row.measured) == ("peak memory, device", 6.0)
     assert row.predicted == prediction.worst_memory.device_bytes / 2**30
-    each = LoggedRun(step_time_s=1.0, peak_reserved_gib=(5.0, 6.0))
-    row = compare_logged(prediction.to_json(), each).rows[1]
+    of_ranks = LoggedRun(step_time_s=1.0, peak_reserved_gib=(5.0, 6.0))
+    row = compare_logged(prediction.to_json(), of_ranks).rows[1]
     assert (row.name, row.measured) == ("peak memory, reserved, rank 1", 6.0)
     assert row.predicted == prediction.memory[1].reserved_bytes / 2**30
 

@@ -33,10 +33,10 @@ def measurement(scale: float, *, data: DataName = "markov", vocab_size: int = 64
 def test_cost_of_the_loss_that_both_runs_reach() -> None:
     """A loss of a/n takes n = a/loss samples: three times the scale, three times the samples, nine times the time."""
     for run, baseline, factor in ((3.0, 1.0, 3.0), (1.0, 3.0, 1 / 3), (1.0, 1.0, 1.0)):
-        found = compare_with_baseline(measurement(run), measurement(baseline))
-        assert found.samples_factor == pytest.approx(factor, rel=0.1), "losses are means of 20 steps"
-        assert found.seconds_factor == pytest.approx(factor**2, rel=0.1)
-        assert found.loss == pytest.approx(2 + max(run, baseline) / 3200, rel=1e-3)
+        cost = compare_with_baseline(measurement(run), measurement(baseline))
+        assert cost.samples_factor == pytest.approx(factor, rel=0.1), "losses are means of 20 steps"
+        assert cost.seconds_factor == pytest.approx(factor**2, rel=0.1)
+        assert cost.loss == pytest.approx(2 + max(run, baseline) / 3200, rel=1e-3)
 
 
 def test_loss_of_a_step_is_the_mean_of_the_last_ones() -> None:

@@ -65,13 +65,13 @@ def compared(prediction: Prediction, recording: Recording) -> LoggedComparison:
 
 
 def test_recording_of_the_predicted_step_has_no_error_in_any_row(prediction: Prediction) -> None:
-    found = compared(prediction, recording_of(prediction))
+    comparison = compared(prediction, recording_of(prediction))
     names = ["step time", *(f"peak memory, {column}, rank 0" for column in ("allocated", "reserved", "device"))]
     names += ["throughput", "parameters, rank 0", "optimizer states, rank 0", "all-reduce of 2 ranks"]
-    assert [row.name for row in found.rows] == names
-    assert [row.signed_error for row in found.rows] == pytest.approx([0] * len(names), abs=1e-6)
-    assert found.interval_holds
-    text = logged_text(found)
+    assert [row.name for row in comparison.rows] == names
+    assert [row.signed_error for row in comparison.rows] == pytest.approx([0] * len(names), abs=1e-6)
+    assert comparison.interval_holds
+    text = logged_text(comparison)
     assert "gradients are not compared" in text
     assert "only `simplan run` can say" in text
     assert " are predicted" not in text
@@ -85,36 +85,36 @@ def test_collectives_that_were_not_predicted_are_rows_and_counted(prediction: Pr
         RecordedCollective(kind="broadcast", ranks=(0, 1), num_bytes=2 * GIB),
     )
     ranks = tuple(rank.model_copy(update={"collectives": (*(rank.collectives or ()), *more)}) for rank in before.ranks)
-    found = compared(prediction, recording_of(prediction, ranks=ranks))
+    comparison = compared(prediction, recording_of(prediction, ranks=ranks))
     reduced, sent = (
-        next(row for row in found.rows if row.name == f"{kind} of 2 ranks") for kind in ("all-reduce", "broadcast")
+        next(row for row in comparison.rows if row.name == f"{kind} of 2 ranks") for kind in ("all-reduce", "broadcast")
     )
     assert reduced.measured - reduced.predicted == pytest.approx(1)
     assert sent.predicted == 0
     assert sent.measured == pytest.approx(2)
     number = len(before.ranks[0].collectives or ())
-    assert f"all-reduce of 2 ranks: {number + 1} a step on a rank, and {number} are predicted" in found.notes
-    assert "broadcast of 2 ranks: 1 a step on a rank, and 0 are predicted" in found.notes
+    assert f"all-reduce of 2 ranks: {number + 1} a step on a rank, and {number} are predicted" in comparison.notes
+    assert "broadcast of 2 ranks: 1 a step on a rank, and 0 are predicted" in comparison.notes
 
 
 def test_recording_without_details_names_what_is_not_compared(prediction: Prediction) -> None:
     bare = tuple(RankRecording(rank=rank, step_times_s=(1.0,), peak_memory=PeakMemory()) for rank in range(2))
-    found = compared(prediction, recording_of(prediction, ranks=bare, samples_per_step=None))
-    assert [row.name for row in found.rows] == ["step time"]
-    notes = "\n".join(found.notes)
+    comparison = compared(prediction, recording_of(prediction, ranks=bare, samples_per_step=None))
+    assert [row.name for row in comparison.rows] == ["step time"]
+    notes = "\n".join(comparison.notes)
     assert "communication is not compared: no step was looked at" in notes
     assert "parameters and optimizer states are not compared: record(module=..., optimizer=...) tells them" in notes
     assert "peak memory is not compared" in notes
 
 
 def test_times_and_device_memory_of_another_device_are_left_out(prediction: Prediction) -> None:
-    found = compared(prediction, recording_of(prediction, environment=CPU))
-    assert {row.name.split(",")[0] for row in found.rows} == {
+    comparison = compared(prediction, recording_of(prediction, environment=CPU))
+    assert {row.name.split(",")[0] for row in comparison.rows} == {
         "peak memory", "parameters", "optimizer states", "all-reduce of 2 ranks",
     }  # fmt: skip
-    assert [row.name for row in found.rows if "peak" in row.name] == ["peak memory, allocated, rank 0"]
-    assert found.interval_holds is None
-    assert any("are not compared: recorded on a CPU, predicted for " in note for note in found.notes)
+    assert [row.name for row in comparison.rows if "peak" in row.name] == ["peak memory, allocated, rank 0"]
+    assert comparison.interval_holds is None
+    assert any("are not compared: recorded on a CPU, predicted for " in note for note in comparison.notes)
 
 
 @pytest.mark.parametrize(

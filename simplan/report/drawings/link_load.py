@@ -108,7 +108,7 @@ def link_load_svg(drawing: LinkLoadDrawing) -> str:
     """The heat map as an SVG document, 1200 px wide, with a background."""
     bottom = _TOP + _ROW_DISTANCE * len(drawing.rows)
     heading = f"{clean(drawing.name)}: load of links"
-    root = page(heading, _WIDTH, bottom + 70, clean(drawing.contention))
+    root = page(heading, _WIDTH, bottom + 86, clean(drawing.contention))
     root.append(soft(_WIDTH - 84, _TOP - 10, "busy", anchor="end"))
     root.append(soft(_WIDTH - 10, _TOP - 10, "delays", anchor="end"))
     for number, row in enumerate(drawing.rows):
@@ -154,7 +154,7 @@ def _cells(row: LoadRow, drawing: LinkLoadDrawing, top: float) -> list[Element]:
 def _legend(drawing: LinkLoadDrawing, top: float) -> list[Element]:
     shades = [(load_color(share), f"{share:.0%} busy") for share in (0.1, 0.25, 0.5, 0.75, 1.0)]
     note = "delays: seconds of waiting per link, summed over groups of ranks, divided by the links full together"
-    parts = [*legend(shades, _LEFT, top + 10, _WIDTH)[0], soft(_LEFT + 500, top + 10, note)]
+    parts = [*legend(shades, _LEFT, top + 10, _WIDTH)[0], soft(_LEFT, top + 30, note)]
     if drawing.num_hidden:
         parts.append(soft(16, top + 10, f"{counted(drawing.num_hidden, 'more link')} not drawn"))
     return parts

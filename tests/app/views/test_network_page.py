@@ -89,10 +89,10 @@ def test_a_bad_order_of_nodes_is_shown_with_the_hostfile_that_mends_it() -> None
 
 
 def test_topologies_that_do_not_suit_are_refused_in_words() -> None:
-    found = {one.name: one for one in topologies(document_text(PLAIN))}
+    alternatives = {alternative.name: alternative for alternative in topologies(document_text(PLAIN))}
     expected_s = step_time_s(PLAIN | {"cluster": {**PLAIN["cluster"], "topology": "one-switch"}})
-    assert found["one-switch"].step_time_s == pytest.approx(expected_s, rel=1e-9)
-    assert "makes 4096 devices" in found["tpu-v4-pod"].refused
+    assert alternatives["one-switch"].step_time_s == pytest.approx(expected_s, rel=1e-9)
+    assert "makes 4096 devices" in alternatives["tpu-v4-pod"].refused
 
 
 def test_the_busiest_links_are_drawn_beside_those_that_delay() -> None:

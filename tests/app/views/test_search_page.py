@@ -91,9 +91,9 @@ def test_current_plan_is_shown_beside_the_best() -> None:
     assert complaints(page) == []
     table = page.dataframe[0].value.set_index("rank")
     job = parse_scenario(yaml.safe_dump(document)).job
-    found = search(job, {"top": 1}, explain=False).best
-    assert found is not None
-    prediction, of_best = (predict(job.with_plan(plan)) for plan in (job.plan, found.plan))
+    best_plan = search(job, {"top": 1}, explain=False).best
+    assert best_plan is not None
+    prediction, of_best = (predict(job.with_plan(plan)) for plan in (job.plan, best_plan.plan))
     mine, its = (asdict(min(each.splits, key=lambda split: split.wait_s)) for each in (prediction, of_best))
     name = max((name for name in mine if name.endswith("_s")), key=lambda name: mine[name] - its[name])
     more = f"{100 * (mine[name] - its[name]) / of_best.step_time_s:+.1f} % {name.removesuffix('_s').replace('_', ' ')}"
@@ -179,8 +179,8 @@ def test_the_ranking_is_final_before_its_plans_are_explained(monkeypatch: pytest
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_removed_parts_are_the_plan(plan: ParallelPlan) -> None:
     numbers: dict[str, Any] = {"num_devices": 4, "step_time_s": 1.0, "device_bytes": 1, "headroom_bytes": None}
-    one = RankedPlan(plan=plan, tokens_per_s_per_device=1.0, **numbers)
-    document = with_plan({**TINY, "cluster": {"preset": "dgx-h100", "num_nodes": 1}}, one)
+    ranked = RankedPlan(plan=plan, tokens_per_s_per_device=1.0, **numbers)
+    document = with_plan({**TINY, "cluster": {"preset": "dgx-h100", "num_nodes": 1}}, ranked)
     assert parse_scenario(yaml.safe_dump(document)).job.plan == plan
 
 

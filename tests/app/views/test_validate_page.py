@@ -243,10 +243,12 @@ def test_settings_of_explanations_are_the_predicted_changes() -> None:
     job = parse_scenario(document_text(JOB)).job
     seen: set[str] = set()
     for factor in (0.6, 0.9, 1.1, 1.3, 2.0, 10.0):
-        for each in hypotheses(job, step_time_s(JOB), MeasuredTotals(factor * step_time_s(JOB))) or ():
-            if each.settings:
-                assert step_time_s(with_settings(JOB, each.settings)) == pytest.approx(each.step_time_s, rel=1e-6)
-                seen |= each.settings.keys()
+        for hypothesis in hypotheses(job, step_time_s(JOB), MeasuredTotals(factor * step_time_s(JOB))) or ():
+            if hypothesis.settings:
+                assert step_time_s(with_settings(JOB, hypothesis.settings)) == pytest.approx(
+                    hypothesis.step_time_s, rel=1e-6
+                )
+                seen |= hypothesis.settings.keys()
     assert {"plan.recompute", "cluster.inter_link", "cluster.stragglers", "software.compiled"} <= seen
 
 
@@ -299,8 +301,8 @@ def test_bar_moves_while_a_machine_is_calibrated(tmp_path: Path, monkeypatch: py
     run.close()
     for line, share in (("calibrating with 2 ranks ...", 0.0), ("calibrating with 2 ranks: 28 of 100", 0.28)):
         (run.folder / "stderr.txt").write_text(f"note: x\n{line}\n")
-        found, words = run.progress
-        assert found == share
+        done, words = run.progress
+        assert done == share
         assert words.startswith(f"{line} (")
     (run.folder / "rank0.steps.jsonl").write_text("{}\n{}\n")
     assert run.progress == (2 / 7, "step 2")

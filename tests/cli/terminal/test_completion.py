@@ -27,9 +27,9 @@ def completed(simplan: Simplan, shell: str, line: str) -> list[str]:
 def test_names_are_completed(simplan: Simplan, tmp_path: Path, shell: str) -> None:
     (tmp_path / "llama.yaml").write_text("")
     (tmp_path / "notes.txt").write_text("")
-    found = completed(simplan, shell, "simplan predict llama")
-    assert "llama.yaml" in found
-    assert set(found) - {"llama.yaml"} == {name for name in catalog.names("models") if name.startswith("llama")}
+    names = completed(simplan, shell, "simplan predict llama")
+    assert "llama.yaml" in names
+    assert set(names) - {"llama.yaml"} == {name for name in catalog.names("models") if name.startswith("llama")}
     assert "notes.txt" not in completed(simplan, shell, "simplan predict n")
     assert completed(simplan, shell, "simplan search x.yaml --cluster dgx-h") == ["dgx-h100", "dgx-h200"]
     assert "plan.recompute=" in completed(simplan, shell, "simplan run x.yaml --set plan.rec")

@@ -176,8 +176,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 @pytest.mark.parametrize(("keys", "plan", "said"), REFUSED)
 def test_plans_are_refused_by_name(keys: dict[str, Any], plan: dict[str, Any], said: str) -> None:
     replication = {"kind": "parameter_server", "staleness": "unbounded", **keys}
-    found = problems(MODEL, {"dp_replicate": 2, "replication": replication, **plan}, precision="fp32")
-    assert any(said in sentence for sentence in found), found
+    refused = problems(MODEL, {"dp_replicate": 2, "replication": replication, **plan}, precision="fp32")
+    assert any(said in sentence for sentence in refused), refused
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])

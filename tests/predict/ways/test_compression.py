@@ -23,7 +23,7 @@ def with_compression(model: Any, num_ranks: int, compression: Any) -> tuple[Pred
 @pytest.mark.parametrize("kind", ["one_bit", "one_bit_adam"])
 def test_signs_have_the_volume_of_one_bit_adam(kind: str) -> None:
     """5 times less than FP16 on BERT-large with 15 % warm-up (DeepSpeed, 2020-09-09)."""
-    (_, half), (_, signs) = (with_compression("bert-large", 8, each) for each in ("fp16", kind))
+    (_, half), (_, signs) = (with_compression("bert-large", 8, compression) for compression in ("fp16", kind))
     assert half.whole_bytes == 2 * half.sent_bytes
     assert signs.warmup_share == 0.15
     volume = signs.warmup_share + (1 - signs.warmup_share) * signs.sent_bytes / half.sent_bytes

@@ -59,23 +59,23 @@ def round_of(prediction: Prediction) -> ReplicationRound:
 @pytest.mark.parametrize("replica", REPLICAS, ids=str)
 def test_inner_steps_are_those_of_one_replica_by_itself(replica: dict[str, Any]) -> None:
     """But for the slowest of more devices, for which steps wait, and which is 2 to 3 % slower."""
-    found = round_of(predict(job_with(replica, DILOCO)))
+    of_round = round_of(predict(job_with(replica, DILOCO)))
     if replica.get("zero_stage") == 0:  # DDP, whose ranks are replicas elsewhere
         alone = job_with({}, None, replicas=2)
         alone = alone.with_changes({"training.global_batch_size": 16, "cluster.devices_per_node": 2})
     else:
         alone = job_with(replica, None, replicas=1)
-    assert 1 <= found.inner_step_s / predict(alone).step_time_s < 1.05
+    assert 1 <= of_round.inner_step_s / predict(alone).step_time_s < 1.05
 
 
 @pytest.mark.parametrize("replica", REPLICAS, ids=str)
 @pytest.mark.parametrize("replication", [{"kind": "local_sgd", "inner_steps": 4}, DILOCO, STREAMING], ids=str)
 def test_step_time_is_the_mean_of_a_round(replica: dict[str, Any], replication: dict[str, Any]) -> None:
     prediction = predict(job_with(replica, replication))
-    found = round_of(prediction)
-    num_inner = found.inner_steps - found.outer_steps * max(1, found.steps_beside)
-    round_s = num_inner * found.inner_step_s + found.outer_steps * found.outer_s
-    assert prediction.step_time_s == pytest.approx(round_s / found.inner_steps, rel=1e-9)
+    of_round = round_of(prediction)
+    num_inner = of_round.inner_steps - of_round.outer_steps * max(1, of_round.steps_beside)
+    round_s = num_inner * of_round.inner_step_s + of_round.outer_steps * of_round.outer_s
+    assert prediction.step_time_s == pytest.approx(round_s / of_round.inner_steps, rel=1e-9)
     for split in prediction.splits:
         assert sum(asdict(split).values()) == pytest.approx(prediction.step_time_s, rel=1e-6)
     assert prediction.step_time_interval_s[0] < prediction.step_time_s < prediction.step_time_interval_s[1]
@@ -122,7 +122,7 @@ def test_replicas_that_train_alone_send_nothing_in_inner_steps() -> None:
     program = simulated.program
     on_replicas = program.on_stream(Stream.REPLICATE)
     assert on_replicas.sum() == len(program.ranks)  # one all-reduce of each rank
-    groups = {tuple(each.ranks) for op in program.ops for each in op.communications}
+    groups = {tuple(communication.ranks) for op in program.ops for communication in op.communications}
     assert {group for group in groups if len({rank // 2 for rank in group}) > 1} <= {(0, 2), (1, 3)}
 
 
@@ -142,11 +142,11 @@ def test_steps_of_replicas_left_are_those_of_as_many(kind: str) -> None:
     replication = {"kind": kind, "inner_steps": 10}
     whole = predict(job_with({"dp_shard": 2}, {**replication, "min_replicas": 1}, replicas=4))
     left = round_of(whole).left
-    assert [each.num_replicas for each in left] == [3, 2, 1]
-    for each in left[:-1]:
-        alone = predict(job_with({"dp_shard": 2}, replication, replicas=each.num_replicas))
-        assert each.step_time_s == pytest.approx(alone.step_time_s, rel=1e-12)
-        assert each.sequences_per_s == pytest.approx(16 * each.num_replicas / each.step_time_s, rel=1e-12)
+    assert [fewer.num_replicas for fewer in left] == [3, 2, 1]
+    for fewer in left[:-1]:
+        alone = predict(job_with({"dp_shard": 2}, replication, replicas=fewer.num_replicas))
+        assert fewer.step_time_s == pytest.approx(alone.step_time_s, rel=1e-12)
+        assert fewer.sequences_per_s == pytest.approx(16 * fewer.num_replicas / fewer.step_time_s, rel=1e-12)
     assert left[-1].step_time_s < left[-2].step_time_s, "the last one has nobody to communicate with"
     without = predict(job_with({"dp_shard": 2}, replication, replicas=4))
     assert whole.step_time_s == without.step_time_s
@@ -155,4 +155,4 @@ def test_steps_of_replicas_left_are_those_of_as_many(kind: str) -> None:
 
 def test_of_many_replicas_the_fewest_left_are_predicted_too() -> None:
     left = round_of(predict(job_with({}, {**DILOCO, "min_replicas": 2}, replicas=12))).left
-    assert [each.num_replicas for each in left] == [11, 10, 9, 2]
+    assert [fewer.num_replicas for fewer in left] == [11, 10, 9, 2]

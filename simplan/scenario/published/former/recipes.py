@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
-from types import MappingProxyType
 from typing import Any
 
 from simplan.document import parse_yaml
@@ -19,7 +18,6 @@ from simplan.scenario.published.former.schema import Conditions, FormerFile, For
 
 Recipes = Mapping[Framework, tuple[Recipe, ...]]
 """Recipes by framework, in order; the last recipe that sets a field wins."""
-NO_RECIPES: Recipes = MappingProxyType({})
 
 _RELEASE = re.compile(r"(?<![0-9.])(2[0-9]\.[01][0-9])\b")
 
