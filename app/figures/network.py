@@ -269,7 +269,7 @@ def _costs(job: Job, network: Network, step_time_s: float, bandwidth_share: floa
 
 _SHADES = [
     [0.0, GRID],
-    *([share, f"{load_color(share)}{opacity}"] for share, opacity in ((0.02, "40"), (0.25, "a0"))),
+    *([share, f"{load_color(share)}{opacity}"] for share, opacity in ((0.02, "60"), (0.25, "b0"))),
     *([share, load_color(share)] for share in (0.5, 0.75, 1.0)),
 ]
 """Colors of busy shares; light ones let the paper through, so that on dark paper the busiest link is the brightest."""
