@@ -18,9 +18,10 @@ _SPELLED = {
     for word in (
         *("ALiBi", "BERT", "DeepSeek", "GPT", "Gemma", "Llama", "MPT", "MT", "Mistral", "Mixtral", "MoE", "NLG"),
         *("NeoX", "OLMoE", "OSS", "Phi", "Pythia", "Qwen", "ResNet", "ViT", "XL", "XXL", "nanoGPT"),
-        *("Ada", "Ascend", "Gaudi2", "Gaudi3", "PCIe", "Rubin", "Trainium2"),
-        *("Accelerate", "Bridge", "Core", "DeepSpeed", "Foundry", "LLM", "LM", "MaxText", "Megatron", "NeMo"),
-        *("EFA", "ICI", "Network", "NVLink", "SHARP", "TCP", "TPU", "Transformers", "xGMI"),
+        *("Ada", "Ascend", "Gaudi2", "Gaudi3", "PCIe", "Rubin", "Ti", "Trainium2"),
+        *("Accelerate", "Bridge", "Core", "DeepSpeed", "Foundry", "LLM", "LM", "LitGPT", "MLPerf", "MaxText"),
+        *("Megatron", "NeMo", "TorchTitan"),
+        *("EFA", "ICI", "Loopback", "Network", "NVLink", "SHARP", "TCP", "TPU", "Transformers", "xGMI"),
     )
 } | {"torch": "PyTorch"}
 """Words that are neither lower case nor, with digits, upper case."""

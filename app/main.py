@@ -35,7 +35,9 @@ div[data-testid="stMetricValue"] { font-variant-numeric: tabular-nums; }
 .copy-link { font: inherit; color: inherit; background: none; border: 1px solid; border-radius: 4px; cursor: pointer;
   padding: 0.1rem 0.6rem; margin: 1px; white-space: nowrap; }
 [data-testid=stHtml]:has(.copy-link) { font-size: 0.9rem; overflow: visible; }
-/* Contrast of 4.5:1 at least: captions, text of figures outside of bars, and text on the primary color. */
+/* Contrast of 4.5:1 at least: captions, options of commands, text of figures outside of bars, and text on the
+   primary color. */
+[data-testid=stCode] .token:is(.parameter, .number) { color: light-dark(#4f5a66, #b3bcc6) !important; }
 [data-testid=stCaptionContainer], [data-testid=stCaptionContainer] :not(a, a *) {
   color: light-dark(#4f5a66, #b3bcc6) !important; opacity: 1; }
 .js-plotly-plot :is(.xtick, .ytick, .y2tick, .y3tick, .y4tick) text, .js-plotly-plot [class$=title],

@@ -364,11 +364,16 @@ def page(found: Sequence[Judged], transformers: str, torch_version: str) -> str:
         "\n## Refused",
         "A batch of your own often helps: [capture the module](../how-to/your-own-model.md) that a function makes.\n",
         "| architecture | why |\n|---|---|",
-        *(f"| `{each.kind}` | {each.refused.replace('|', chr(92) + '|')} |" for each in refused),
+        *(f"| `{each.kind}` | {_cell(each.refused)} |" for each in refused),
         "\n## Not built from the default configuration",
         _words(unbuilt),
     ]
     return head + "\n".join(parts).rstrip() + "\n"
+
+
+def _cell(text: str) -> str:
+    """Text with lines of source, which Markdown must not take for cells, links or emphasis."""
+    return re.sub(r"(?=[|*\[\]])", r"\\", text)
 
 
 def _words(some: Iterable[Judged]) -> str:

@@ -272,7 +272,12 @@ def _costs(job: Job, network: Network, step_time_s: float, bandwidth_share: floa
         yield SlowLinkCost(kind, len(links), first.name, first.bytes_per_s, busy_share, slowed_s)
 
 
-_SHADES = [[0.0, GRID], *([share, load_color(share)] for share in (0.02, 0.25, 0.5, 0.75, 1.0))]
+_SHADES = [
+    [0.0, GRID],
+    *([share, f"{load_color(share)}{opacity}"] for share, opacity in ((0.02, "60"), (0.25, "b0"))),
+    *([share, load_color(share)] for share in (0.5, 0.75, 1.0)),
+]
+"""Colors of busy shares; light ones let the paper through, so that on dark paper the busiest link is the brightest."""
 _COLORBAR = {
     "orientation": "h",
     "x": 0,

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 NEEDS_VALUES = DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode
 """Errors of operators on tensors without data whose results depend on values."""
@@ -44,6 +44,8 @@ class Values:
         if any(isinstance(leaf, FakeTensor) or _address(leaf) in self._unknown for leaf in given):
             if func.overloadpacket in _INDEXING:
                 args = (args[0], self._indices(args[1]), *args[2:])
+            with unset_fake_temporarily():
+                args, kwargs = tree_map_only(Tensor, _without_graph, (args, kwargs))
             found = func(*args, **kwargs)
             if not writes or isinstance(given[0], FakeTensor):
                 return found
@@ -69,6 +71,11 @@ class Values:
 
 
 _INDEXING = frozenset({torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_})
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    """A tensor with data as a leaf: of others torch warns while it takes their data away."""
+    return tensor if isinstance(tensor, FakeTensor) or not tensor.requires_grad else tensor.detach()
 
 
 def _address(tensor: Tensor) -> int:

@@ -48,6 +48,9 @@ def _show(tab: Any, url: str, name: str) -> None:
         if start.count():
             start.click()
         tab.get_by_text(re.compile(r"a step on .* \(in .* s\)")).wait_for()  # all is explained
+    if name == "run":
+        tab.get_by_role("button", name="Start with an example").click()
+        tab.locator("[data-testid=stMetric]").first.wait_for()
     if name == "validate":
         start = tab.get_by_role("button", name="Predict runs")
         start.or_(tab.get_by_text("Runs by error")).first.wait_for()

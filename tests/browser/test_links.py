@@ -40,11 +40,12 @@ def test_phone_shows_the_title_of_every_page(chromium: Any, served: str) -> None
     tab.set_default_timeout(180_000)
     for name in PAGES:
         opened(tab, f"{served}/{'' if name == 'plan' else name}?{SMALL}")
-        heading = tab.get_by_role("heading", level=1, name=name.capitalize())
-        box = heading.bounding_box()
+        heading = tab.get_by_role("heading", level=1)
+        title, box = heading.inner_text(), heading.bounding_box()
         assert 0 <= box["x"] < 390
         assert 0 <= box["y"] < 400
-        assert tab.title() == f"{name.capitalize()} - simplan"
+        assert name in title.lower()
+        assert tab.title() == f"{title} - simplan"
         assert tab.evaluate("() => document.documentElement.scrollWidth") <= 390, "nothing is cut off"
     context.close()
 
