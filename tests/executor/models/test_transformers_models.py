@@ -339,7 +339,7 @@ class Quoted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., k) to (..., n)."""
-        result = self.base_layer(x)
+        result: Tensor = self.base_layer(x)
         dtype = result.dtype
         x = x.to(self.lora_A.weight.dtype)
         result = result + self.lora_B(self.lora_A(self.dropped(x))) * 2.0
@@ -355,8 +355,7 @@ def adapted(stage: Stage, targets: tuple[str, ...], dropout: float, code: str) -
     stage.requires_grad_(requires_grad=False)
     names = {TARGETS[target] for target in targets}
     if code == "peft":
-        import peft
-
+        peft = pytest.importorskip("peft")
         config = peft.LoraConfig(r=RANK, target_modules=sorted(names))
         peft.inject_adapter_in_model(config, stage)
         for name, parameter in stage.named_parameters():
