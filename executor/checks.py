@@ -206,8 +206,6 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
 def _task_limit(job: RunSpec) -> tuple[bool, str]:
     """True for a task that the executor does not run with this model, and the sentence with the fix."""
     task, software = job.training.task, job.software
-    if task == "asft":
-        return True, "the executor has no divergence from a reference; use sft, or dpo"
     if job.training.is_of_preferences and job.model.captured is not None:
         return True, "the executor has no losses on preferences for captured modules, which have their own; use lora"
     sentence = "the executor has the head of a reward model for its own models; use software torch"

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 BETA = 0.1
-"""Weight of the difference to the reference (DPO, KTO), and of the odds ratio (ORPO)."""
+"""Weight of the difference to the reference (DPO, KTO, ASFT), and of the odds ratio (ORPO)."""
 SIMPO_BETA, SIMPO_GAMMA = 2.0, 1.0
 """Scale of the rewards of SimPO, and the least difference of two rewards of a pair."""
 
@@ -71,6 +71,10 @@ class PreferenceLoss:
         if self.task == "reward":
             chosen, rejected = module(tokens)[:, -1, 0].chunk(2)
             return -functional.logsigmoid(chosen.to(_wide(chosen)) - rejected).mean()
+        if self.task == "asft":
+            with torch.no_grad(), self._reference(module) as model:
+                of_reference = model(tokens)
+            return _divergence(module(tokens), of_reference, targets)
         mismatched = self._mismatched(module, tokens, targets)
         if self.task == "orpo":
             return self._odds_ratio(module(tokens), targets)
@@ -203,6 +207,21 @@ def _bare(module: Any) -> nn.Module:
     """The module below DistributedDataParallel, which prepares every forward for a backward."""
     bare: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
     return bare
+
+
+def _divergence(given: Tensor, of_reference: Tensor, targets: Tensor) -> Tensor:
+    """ASFT's loss: cross-entropy weighted by the probability of the target, and the divergence from the reference.
+
+    As LLaMA-Factory at ff6d4d1 has it (train/trainer_utils.py, ``asft_loss_func``), which copies both logits.
+    """
+    wide = given.to(_wide(given))
+    own, other = wide.clone().flatten(0, -2), of_reference.clone().flatten(0, -2)
+    entropy = cross_entropy(own, targets, reduction="none")
+    number, mask = (targets != IGNORED).sum(), (targets != IGNORED).flatten()
+    found, probs = functional.log_softmax(own, dim=-1), functional.softmax(other, dim=-1)
+    divergence = functional.kl_div(found, probs, reduction="none").sum(-1)
+    weighted = entropy * torch.exp(-entropy).detach() + BETA * divergence * mask
+    return weighted.sum() / number
 
 
 def _mismatched(samples: Tensor) -> Tensor:

@@ -614,9 +614,12 @@ def reference_of_task(job: Job) -> Iterator[Problem]:
         sentence = f"is the reference model of {either(REFERENCE_TASKS)}, and training.task = {task} has none"
         yield _of_preference(job, "reference", sentence, "remove it")
     elif task in REFERENCE_TASKS and preference.reference == "none":
-        fixes = _WITH_REFERENCE if job.model.lora_rank else _WITH_REFERENCE[1:]
+        fixes = _WITH_REFERENCE[0 if job.model.lora_rank else 1 : 2 if task == "asft" else 3]
         sentence = f"leaves out the reference model, with which the loss of {task} compares"
         yield _of_preference(job, "reference", sentence, f"use {either(fixes)}, or task orpo or simpo")
+    elif task == "asft" and preference.reference == "precomputed":
+        sentence = "keeps log-probabilities of whole sequences, and the loss of asft compares all logits"
+        yield _of_preference(job, "reference", sentence, "use second_model, or adapters_off with model.lora_rank")
     elif preference.reference == "adapters_off" and not job.model.lora_rank:
         sentence = "is a forward without adapters, and model.lora_rank = 0"
         fix = "use second_model or precomputed, or give model.lora_rank, e.g. 16"

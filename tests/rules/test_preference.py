@@ -31,6 +31,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"training.task": "kto", "training.preference": "none"},
         "leaves out the reference model, with which the loss of kto compares; use second_model or precomputed,",
     ),
+    "stored sums where logits are compared": (
+        {"training.task": "asft", "training.preference": "precomputed"},
+        "keeps log-probabilities of whole sequences, and the loss of asft compares all logits; use second_model,",
+    ),
     "no reference of adapters": (
         {"training.task": "dpo", "model.lora_rank": 8, "training.preference": "none"},
         "use adapters_off, second_model or precomputed, or task orpo or simpo",

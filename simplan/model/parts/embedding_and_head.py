@@ -240,9 +240,9 @@ def _loss_of(layer: LayerSpec) -> Operator:
 def _divergence(layer: LayerSpec) -> tuple[Operator, Operator]:
     """The divergence of every token's distribution from that of a reference model, whose logits are there.
 
-    Both logits are copied without the last token. Saved are log-probabilities of the model once more, and
-    probabilities of the reference, in the dtype of its logits (LLaMA-Factory at ff6d4d1, train/trainer_utils.py,
-    ``asft_loss_func``; torch 2.13, ``kl_div``: xlogy(q, q) - q * input, in single operations).
+    Both logits are copied without the last token, as slices of several sequences are. Saved are log-probabilities of
+    the model once more, and probabilities of the reference, in the dtype of its logits (LLaMA-Factory at ff6d4d1,
+    train/trainer_utils.py, ``asft_loss_func``; torch 2.13, ``kl_div``: xlogy(q, q) - q * input, in single operations).
     """
     loss = _loss_of(layer)
     ((wide,), (kept,)) = loss.reads, loss.makes
@@ -250,7 +250,8 @@ def _divergence(layer: LayerSpec) -> tuple[Operator, Operator]:
     log_probs = replace(kept, name="log-probabilities for the divergence")
     probs = Tensor("probabilities of the reference", number, logits=True)
     copied = Tensor("logits of the reference without the last token", number)
-    scratch = tuple(Tensor(name, number, FP32_BYTES) for name in ("logits without the last token", "q log p"))
+    names = ("logits without the last token", "q log p", "divergence of every token and word")
+    scratch = tuple(Tensor(name, number, FP32_BYTES) for name in names)
     softmax = Operator(
         kernel=Pointwise("softmax of the reference", 2 * number, 2 * number, like="cross_entropy"),
         makes=(probs,),
@@ -262,7 +263,7 @@ def _divergence(layer: LayerSpec) -> tuple[Operator, Operator]:
         reads=(wide, probs.name),
         makes=(log_probs,),
         saves=(log_probs.name, probs.name),
-        forward_scratch=(copied, *scratch),
+        forward_scratch=(copied, Tensor("q log q", number), *scratch),
         backward_scratch=(replace(kept, name="gradient of log-probabilities"),),
     )
     return softmax, compared

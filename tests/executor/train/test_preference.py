@@ -64,6 +64,8 @@ CASES: dict[str, tuple[Task, dict[str, Any], dict[str, Any], PreferenceSpec | No
     "orpo-fsdp2": ("orpo", {"dp_shard": 2}, LLAMA, None),
     "orpo-adapters-ddp2": ("orpo", {"dp_replicate": 2}, {"lora_rank": 4}, None),
     "simpo-ddp2": ("simpo", {"dp_replicate": 2, "bucket_bytes": 40_000}, {}, None),
+    "asft-fsdp2": ("asft", {"dp_shard": 2}, LLAMA, None),
+    "asft-ddp2": ("asft", {"dp_replicate": 2}, {}, None),
     "reward-fsdp2-tied": ("reward", {"dp_shard": 2}, {**LLAMA, "tied_embeddings": True}, None),
     "reward-adapters-ddp2": ("reward", {"dp_replicate": 2}, {**LLAMA, "lora_rank": 4}, None),
 }
@@ -151,6 +153,14 @@ def loss_of(job: RunSpec, model: nn.Module, compared: nn.Module, tokens: Tensor,
         signs = [1 if i % 2 == 0 else -1 for i in range(len(ratios))]
         losses = [1 - torch.sigmoid(beta * s * (r - divergence)) for s, r in zip(signs, ratios, strict=True)]
         return torch.stack(losses).mean()
+    if task == "asft":
+        terms = []
+        for x, y in zip(tokens, targets, strict=True):
+            own, other = log_softmax(model(x[None])[0], -1), log_softmax(compared(x[None])[0], -1).detach()
+            of_targets = own.gather(1, y[:, None])[:, 0]
+            apart = (other.exp() * (other - own)).sum(-1)
+            terms.append((-of_targets * of_targets.detach().exp() + beta * apart).mean())
+        return torch.stack(terms).mean()
     losses, nll = [], torch.zeros((), dtype=torch.float64)
     for first in range(0, len(tokens), 2):
         (chosen, rejected), (y_chosen, y_rejected) = tokens[first : first + 2], targets[first : first + 2]
@@ -193,6 +203,8 @@ PEAKS: dict[str, tuple[Task, dict[str, Any], int, str, dict[str, Any]]] = {
     "kto, adapters off": ("kto", {}, 8, "bf16", {}),
     "orpo, fsdp2": ("orpo", {"dp_shard": 2}, 0, "bf16", {}),
     "simpo": ("simpo", {}, 8, "fp32", {}),
+    "asft, fsdp2": ("asft", {"dp_shard": 2}, 0, "bf16", {}),
+    "asft, ddp2": ("asft", {"dp_replicate": 2}, 0, "fp32", {}),
     "reward, adapters": ("reward", {}, 8, "fp32", {}),
     "reward, ddp2": ("reward", {"dp_replicate": 2}, 0, "bf16", {}),
 }
@@ -244,23 +256,25 @@ def test_divergence_keeps_and_takes_what_torch_does() -> None:
     software, plan = catalog.software("accelerate"), ParallelPlan()
     state = software.state(TrainingSpec(global_batch_size=1, precision="bf16", pure_bf16=True), plan)
     head = software.layers_of(model, plan)[-1]
-    predicted = layer_footprint(head, 1, state, Recomputation(frozenset(tensor.name for tensor in head.saved)))
+    predicted = layer_footprint(head, 2, state, Recomputation(frozenset(tensor.name for tensor in head.saved)))
 
-    hidden, weight = (torch.randn(n, width, dtype=torch.bfloat16, requires_grad=True) for n in (tokens, vocabulary))
-    reference, targets = torch.randn(tokens, vocabulary, dtype=torch.bfloat16), torch.arange(tokens)
+    hidden = torch.randn(2, tokens, width, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocabulary, width, dtype=torch.bfloat16, requires_grad=True)
+    reference = torch.randn(2, tokens, vocabulary, dtype=torch.bfloat16)
+    targets = torch.arange(2 * (tokens - 1))
     memory = LargestSum([hidden, weight, reference, targets])
     saved: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
-        if tensor.numel() >= (tokens - 1) * vocabulary:
+        if tensor.numel() >= 2 * (tokens - 1) * vocabulary:
             saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), memory:
         given = hidden @ weight.t()
         logits = given.float()
-        own, other = logits[:-1].contiguous(), reference[:-1].contiguous()
-        entropy = torch_cross_entropy(own, targets[1:], reduction="none")
+        own, other = (each[:, :-1].contiguous().flatten(0, 1) for each in (logits, reference))
+        entropy = torch_cross_entropy(own, targets, reduction="none")
         log_probs, probs = log_softmax(own, dim=-1), softmax(other, dim=-1)
         divergence = kl_div(log_probs, probs, reduction="none").sum(-1)
         loss = (entropy * torch.exp(-entropy).detach()).mean() + 0.1 * divergence.mean()
