@@ -142,10 +142,10 @@ def main() -> None:
     for source in dict.fromkeys(_sources(tuned)):
         own, others = ([row for row in tuned if (row.source == source) == is_own] for is_own in (True, False))
         without = fine_tuning_std(others)
-        inside = [np.mean(np.abs(_errors(own)) <= _with_fine_tuning(own, std)) for std in (finetuning, without)]
+        shares = [np.mean(np.abs(_errors(own)) <= _with_fine_tuning(own, std)) for std in (finetuning, without)]
         print(
-            f"fine-tuning, {source}: {len(own)} peaks, inside {100 * inside[0]:.0f} % in-sample with {finetuning:.3f}, "
-            f"{100 * inside[1]:.0f} % with {without:.3f} of the other sources"
+            f"fine-tuning, {source}: {len(own)} peaks, inside {100 * shares[0]:.0f} % in-sample with {finetuning:.3f}, "
+            f"{100 * shares[1]:.0f} % with {without:.3f} of the other sources"
         )
     for path in arguments.held_out:
         others = load_peaks([path])

@@ -137,13 +137,13 @@ def test_allocator_reserves_more_where_gathered_parameters_are_freed() -> None:
     fields = {"reserve_fraction": 0.25, "resharding_reserve_fraction": 0.5, "flat_updates": False}
     job = replace(with_memory(None), software=ASKED.software.model_copy(update=fields))
     peaks = RankPeaks(resting=0, rebuild=0, passes=8 * GIB, update=0)
-    for changes, reserved in (
-        ({"dp_shard": 2, "zero_stage": 3}, 12 * GIB),
-        ({"dp_shard": 2, "zero_stage": 3, "reshard_after_forward": False}, 10 * GIB),
-        ({"dp_shard": 2, "zero_stage": 2}, 10 * GIB),
-        ({"dp_replicate": 2}, 10 * GIB),
+    for plan, reserved in (
+        (ParallelPlan(dp_shard=2, zero_stage=3), 12 * GIB),
+        (ParallelPlan(dp_shard=2, zero_stage=3, reshard_after_forward=False), 10 * GIB),
+        (ParallelPlan(dp_shard=2, zero_stage=2), 10 * GIB),
+        (ParallelPlan(dp_replicate=2), 10 * GIB),
     ):
-        assert device_memory(peaks, replace(job, plan=ParallelPlan(**changes))).reserved_bytes == reserved
+        assert device_memory(peaks, replace(job, plan=plan)).reserved_bytes == reserved
 
 
 def test_verdict_is_certain_where_the_interval_is_on_one_side() -> None:
