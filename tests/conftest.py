@@ -71,7 +71,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--cpu-times FOLDER`` writes the CPU seconds of every test, for ``python -m tests.support.slow``."""
+    """``--cpu-times=FOLDER`` writes the CPU seconds of every test, for ``python -m tests.support.slow``."""
     parser.addoption("--cpu-times", type=Path, help="folder for the CPU seconds of every test, by worker")
 
 

@@ -278,8 +278,10 @@ def writers_of(profile: str) -> set[str]:
 
 def test_profile_is_exported_by_a_target_that_writes_it() -> None:
     assert all(export_target(target) == target for target in export_targets())
-    writers = {profile: writers_of(profile) for profile in catalog.names("software")}
-    targets = {profile: export_target(profile) for profile in catalog.names("software")}
+    profiles = [profile for profile in catalog.names("software") if profile != "unsloth"]  # it trains adapters alone
+    writers = {profile: writers_of(profile) for profile in profiles}
+    targets = {profile: export_target(profile) for profile in profiles}
+    assert not export_target("unsloth")
     assert sum(map(bool, writers.values())) > 6
     for profile, found in writers.items():
         assert targets[profile] in (found or {""}) or (profile, targets[profile]) == ("nemo", "bridge"), profile

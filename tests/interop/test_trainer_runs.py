@@ -1007,7 +1007,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     ),
     "simulated weights of 8 bits": (f"{_AXOLOTL}qat: {{activation_dtype: int8}}\n", "qat.activation_dtype"),
     "simulated weights in NVFP4": (f"{_AXOLOTL}qat: {{weight_dtype: nvfp4}}\n", "qat.weight_dtype"),
-    "whole modules": (f"{_ADAPTERS}lora\nadditional_target: embed_tokens\n", "additional_target"),
     "adapters with Megatron": (f"{_ADAPTERS}lora\npipeline_model_parallel_size: 4\n", "finetuning_type"),
     "layouts of Megatron": (f"{_ADAPTERS}full\npipeline_model_parallel_layout: Et|tL\nuse_mca: true\n", "layout"),
     "fp8 of another library": (f"{_ADAPTERS}full\nfp8: true\nfp8_backend: te\n", "fp8_backend"),

@@ -69,7 +69,7 @@ def test_model_with_overrides_is_the_job_of_a_file(tmp_path: Path, monkeypatch: 
         assert (found.cluster, found.plan, found.training) == (job.cluster, job.plan, job.training)
 
 
-@pytest.mark.parametrize("name", sorted(catalog.names("software")))
+@pytest.mark.parametrize("name", sorted({*catalog.names("software")} - {"unsloth"}))
 def test_context_ranks_alone_shard_where_the_software_does(name: str) -> None:
     of_fsdp = {
         "torch",
@@ -81,6 +81,7 @@ def test_context_ranks_alone_shard_where_the_software_does(name: str) -> None:
         "deepspeed",
         "maxtext",
         "litgpt",
+        "torchtune",
     }
     wanted = 3 if name in of_fsdp else 0
     given = {"cluster.num_devices": 8, "model.seq_len": 4096, "software": name}

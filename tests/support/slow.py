@@ -1,6 +1,6 @@
 """Tests that only `make test-all` runs: most cases or examples of some, and those that were measured to be long.
 
-    pytest -m "not slow" -n auto --cpu-times FOLDER && python -m tests.support.slow FOLDER
+    pytest -m "not slow" -n auto --cpu-times=FOLDER && python -m tests.support.slow FOLDER
 
 adds to long_tests.txt what has become long: tests above 2.5 CPU seconds, and above 1 all cases of a test but the
 shortest. Lines of tests that are gone do nothing; delete the file before the first command to measure all anew.
