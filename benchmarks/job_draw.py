@@ -44,6 +44,7 @@ _SOFTWARE_OPTIONS: dict[str, tuple[Any, ...]] = {
     "dtensor": (True, False),
     "expert_dispatch": ("copies", "deepep", "hybridep"),
     "expert_overlap": (True, False),
+    "flat_shards": (False,),
     "fp8_activation_input": (True,),
     "fp8_dot_product_attention": (True,),
     "fused_experts": (True, False),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from simplan import catalog
@@ -22,6 +23,7 @@ from simplan.rules import violations
 from simplan.search import SearchSpace
 from simplan.search.bounds.candidate_bounds import Bounds
 from simplan.search.candidates import FIELDS, Candidates, categories
+from simplan.search.enumeration import Enumeration
 from simplan.search.space import that_it_has
 from simplan.units import GIB
 from tests.jobs import A100, H100, mixed_cluster, node_group
@@ -38,7 +40,9 @@ LARGE: dict[str, Any] = {"hidden_size": 512, "seq_len": 256, "vocab_size": 1024}
 @st.composite
 def plans(draw: st.DrawFn, job: Job, space: SearchSpace) -> ParallelPlan:
     """One of those that keep the rules, of what the software has of a space."""
-    candidates = candidates_of(job, that_it_has(job.software, space))
+    tables = list(Enumeration(that_it_has(job.software, space), job).tables(Counter()))
+    assume(tables)  # an optimizer may refuse all plans
+    candidates = Candidates.joined(tables)
     return candidates.plan(draw(st.sampled_from(range(len(candidates)))))
 
 

@@ -81,8 +81,8 @@ class Stages:
         owned: Per stage and layer, the elements of these parameters.
         trained: Per stage and layer, the elements that are not frozen.
         copied: ``owned``, in which a weight of few bits counts as much as its bytes.
-        experts: Per stage and layer, the elements of expert-parallel parameters. Data parallelism skips them, or FSDP
-            shards them over fewer ranks.
+        experts: Per stage and layer, the trained elements of expert-parallel parameters. Data parallelism skips them,
+            or FSDP shards them over fewer ranks.
         units: Per stage, FSDP's units; empty if parameters are not sharded.
         scatter_gather_p2p: True if tensor-parallel ranks hold equal tensors and each sends a part.
         crossings: Per stage, the tensors of one microbatch that a rank sends to the next stage and receives gradients
@@ -132,7 +132,8 @@ class Stages:
         self.brought = [brought_parameters(layers) for layers in self.layers]
         self.owned = self._elements(lambda parameter: True)
         self.trained = self._elements(lambda parameter: not parameter.frozen)
-        self.experts = self._elements(lambda parameter: parameter.expert)
+        self.experts = self._elements(lambda parameter: parameter.expert and not parameter.frozen)
+        self._owned_experts = self._elements(lambda parameter: parameter.expert)
         self.copied = self._copied_elements()
         in_root = blocks_in_root(model.captured, model_layers, plan.fsdp_units) if model.captured is not None else ()
         self.units: list[tuple[Unit, ...]] = [
@@ -273,7 +274,7 @@ class Stages:
         works = self._work.get(key)
         if works is None:
             b = self.plan.microbatch_size
-            experts = self.experts[stage]
+            experts = (self._owned_experts if phase is Phase.GATHER_COPY else self.experts)[stage]
             number = self.copied[stage] if phase is Phase.GATHER_COPY else self.trained[stage]
             rest = [each - apart for each, apart in zip(number, experts, strict=True)]
             counted = {"all": number, "experts": experts, "rest": rest}[of]

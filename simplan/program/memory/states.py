@@ -26,7 +26,7 @@ class LayerStates(NamedTuple):
         packed: Weights of these that are stored in few bits.
         packed_bytes: Bytes of these, with their scales.
         trained: Weights of these that have gradients.
-        experts: Elements of expert-parallel parameters.
+        experts: Elements of expert-parallel parameters that have gradients.
         partial: Elements whose gradients are partial sums, to be all-reduced over tensor-parallel ranks.
     """
 
@@ -60,7 +60,8 @@ def layer_states(
         number = shard_elements(parameter.shape, over, index)
         if state is not None:
             number = state.elements_of(parameter, number)
-        for place, counts in enumerate((True, not parameter.frozen, parameter.expert, parameter.partial_gradient)):
+        trained = not parameter.frozen
+        for place, counts in enumerate((True, trained, trained and parameter.expert, parameter.partial_gradient)):
             found[place] += number * counts
         if parameter.stored is not None:
             packed += number

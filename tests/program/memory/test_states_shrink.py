@@ -8,6 +8,7 @@ from simplan import catalog
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.program.memory.states import layer_states
+from simplan.program.program import MemoryCategory
 from simplan.rules import violations
 from tests.jobs import job_of
 
@@ -46,3 +47,15 @@ def test_deepspeed_zero2_holds_whole_weights_in_its_step() -> None:
     assert peaks[2].peak_action == "0OPTIM"
     assert peaks[2].allocated_bytes == pytest.approx(weights * (2 + (12 + 2 + 2 + 4) / 2), rel=0.002)
     assert peaks[3].allocated_bytes < 0.9 * peaks[2].allocated_bytes
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_frozen_experts_have_no_states(zero_stage: int) -> None:
+    """Adapters next to attention alone: optimizer states are two copies in FP32 of what is trained."""
+    changes = {"dp_shard": 2, "ep": 2, "zero_stage": zero_stage} if zero_stage else {"dp_replicate": 2, "ep": 2}
+    spec = catalog.model("deepseek-v2-lite").model_copy(update={"lora_rank": 64})
+    job = job_of(spec, changes, software=catalog.software("torch"), global_batch_size=2)
+    job = job.with_changes({"training.task": "lora"})
+    assert not violations(job)
+    states = predict(job).worst_memory.by_category[MemoryCategory.OPTIMIZER]
+    assert 0 < states <= 8.1 * job.model.num_trained_parameters
