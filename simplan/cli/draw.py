@@ -135,4 +135,4 @@ _DRAWINGS: Mapping[str, tuple[Callable[[ScenarioRequest, DrawOptions], _Forms], 
         "--run": (_whole_run, ()),
     }
 )
-"""What draws, and the options without meaning, by the option for the drawing."""
+"""Function of a drawing, and the options without meaning to it, by the option for the drawing."""

@@ -55,7 +55,7 @@ VIEWS = {
     "network": "&v.what_if=topology",
     "run": "&training.num_tokens=1e9&reliability.preset=llama3-2024&checkpoint.interval_s=best&checkpoint.blocking_s=9",
 }
-"""What pages show more of when they are asked."""
+"""Settings with which a page shows everything that it has."""
 LEAST = 4.5
 """https://www.w3.org/TR/WCAG22/#contrast-minimum, level AA."""
 

@@ -152,7 +152,7 @@ def peaks_of(module: nn.Module, run: Any = None) -> tuple[int, int]:
 
 
 def peaks_predicted(tensors: LayerTensors) -> tuple[int, int]:
-    """The same as predicted, where a layer's points have saved bytes and its input."""
+    """Peaks of forward and backward as predicted, from the points of a layer."""
     own = tensors.saved_bytes + tensors.saved_logits
 
     def most(points: Points) -> int:
