@@ -357,7 +357,7 @@ def test_software_without_a_zero_stage_is_searched_without_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("software", "capacity"), [("torch", 1085), pytest.param("torchtitan", 1085, marks=pytest.mark.slow)]
+    ("software", "capacity"), [("torch", 1085), pytest.param("torchtitan", 1102, marks=pytest.mark.slow)]
 )
 def test_compiled_is_an_axis(software: str, capacity: int) -> None:
     """The best plans over both values are those of ``predict``; of both, some fit and some do not."""
