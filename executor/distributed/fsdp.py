@@ -24,7 +24,7 @@ from executor.distributed.recompute import hide_hooks
 from executor.models.model import Stage
 from executor.train.optimizers import local
 from simplan.program.action import Action
-from simplan.program.lowering.units import shard_dimension
+from simplan.program.lowering.fsdp_units import shard_dimension
 
 
 class StageSharding:

@@ -33,7 +33,7 @@ from executor.train.data import in_pairs, input_shape, model_batch
 from executor.train.loop import LoopEngine
 from executor.train.loss import cross_entropy, loss_in_chunks, split_loss
 from executor.train.optimizers import ShardGroups, make_optimizer, update_in_backward, zero_gradients
-from simplan.model.captured.units import blocks_in_root
+from simplan.model.captured.layers import blocks_in_root
 from simplan.model.families import FAMILIES
 from simplan.model.layer import LayerKind
 from simplan.plan.plan import RankMapping
