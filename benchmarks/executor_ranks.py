@@ -42,7 +42,7 @@ from simplan import catalog
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.program.action import Action, format_table
-from simplan.program.tables.table import plan_table
+from simplan.program.tables.plan_table import plan_table
 from simplan.runs.measurement import IssuedKind
 from simplan.runs.run_spec import RunSpec
 from simplan.training import TrainingSpec

@@ -8,8 +8,7 @@ from typing import Any
 
 from simplan import catalog
 from simplan.base import Spec
-from simplan.cluster.background import BackgroundJob
-from simplan.cluster.hardware import ClusterSpec
+from simplan.cluster.hardware import BackgroundJob, ClusterSpec
 from simplan.errors import Problem, SpecError, did_you_mean
 from simplan.model.captured.facts import ComputedIn
 from simplan.model.low_precision import LOW_PRECISIONS
@@ -20,6 +19,9 @@ from simplan.plan.placement import Placement
 from simplan.plan.plan import ParallelPlan
 from simplan.software.software import SoftwareSpec
 from simplan.training import Reference, TrainingSpec
+
+_MAX_NUMBERS_LEFT = 4
+"""Numbers of replicas left that are predicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,3 +330,27 @@ def background_job(cluster: ClusterSpec, background: BackgroundJob) -> Job:
     alone = {"background": (), "stragglers": (), "slow_links": (), "jitter": None, "topology": None}
     own = cluster.model_copy(update={**alone, "num_devices": background.plan.num_devices})
     return Job(background.model, own, background.training, background.plan, background.software)
+
+
+def numbers_left(job: Job) -> list[int]:
+    """Numbers of replicas with which a run is predicted to go on, largest first; none if it ends with any replica.
+
+    Of many, these are the largest ones and the smallest.
+    """
+    replication = job.plan.replication
+    if replication is None or replication.min_replicas is None:
+        return []
+    numbers = list(range(job.plan.dp_replicate - 1, replication.min_replicas - 1, -1))
+    return numbers if len(numbers) <= _MAX_NUMBERS_LEFT else [*numbers[: _MAX_NUMBERS_LEFT - 1], numbers[-1]]
+
+
+def with_replicas_left(job: Job, number: int) -> Job:
+    """The job of some of its replicas: their devices, and their part of the batch."""
+    plan, replication = job.plan, job.plan.replication
+    assert replication is not None
+    left = plan.with_changes(
+        dp_replicate=number, replication={**replication.model_dump(exclude_defaults=True), "min_replicas": number}
+    )
+    cluster = job.cluster.model_copy(update={"num_devices": left.num_devices})
+    batch = job.training.global_batch_size * number // plan.dp_replicate
+    return replace(job, cluster=cluster, plan=left, training=job.training.with_changes(global_batch_size=batch))

@@ -16,7 +16,7 @@ from simplan.program.action import Table
 from simplan.program.lowering.lower import Lowering, lower
 from simplan.program.program import MemoryCategory, Program
 from simplan.program.tables.partition import assign_stage_layers
-from simplan.program.tables.table import plan_table
+from simplan.program.tables.plan_table import plan_table
 from simplan.rules import check_job
 from simplan.software.software import SoftwareSpec
 from simplan.training import TrainingSpec

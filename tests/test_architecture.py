@@ -168,6 +168,16 @@ def test_the_executor_knows_only_what_it_runs() -> None:
     assert violations_in("executor", executor_violations) == []
 
 
+def test_parallelism_and_models_know_no_trainer() -> None:
+    """What splits a model, and what sums its gradients, is asked by the trainer; not the other way round."""
+    imported = {
+        (module_name(path), name)
+        for path in python_files("executor/distributed", "executor/models")
+        for name in imports_of(path.read_text(), module_name(path))
+    }
+    assert not [pair for pair in sorted(imported) if pair[1].startswith("executor.train")]
+
+
 def app_violations(source: str, module: str, *, is_package: bool = False) -> list[str]:
     """Packages that a module of the dashboard must not import; for modules of worker processes, Streamlit is one."""
     wrong = {"executor", "torch", "fit", *(("streamlit",) if module.startswith(IN_WORKERS) else ())}

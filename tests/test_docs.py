@@ -24,11 +24,11 @@ from simplan.plan.compression import CompressionKind
 from simplan.plan.replication import OuterDtype, ReplicationKind
 from simplan.predict import predict
 from simplan.program.schedules import StageTimes
-from simplan.program.schedules.shape import bubble_rate
 from simplan.program.tables.check import check_table
-from simplan.program.tables.table import plan_table
+from simplan.program.tables.plan_table import plan_table
 from simplan.report.text import prediction_text
 from simplan.scenario import load_scenario
+from tests.program.tables.tables import bubble_rate
 from tests.support.pages import (
     APART,
     BEGINNINGS,

@@ -19,11 +19,12 @@ from torch.utils._pytree import tree_leaves
 
 from executor.calibration.layer_timing import FsdpCopies, layer_timing
 from executor.calibration.timing import TIMED_DTYPES, Bench, Stopwatch, together
+from executor.distributed.gradients import divide_gradients, zero_gradients
 from executor.distributed.mesh import ParallelDims
 from executor.distributed.precision import Autocast
 from executor.models.captured import CapturedData, build_captured, moved
 from executor.models.lora import trained_parameters
-from executor.train.optimizers import divide_gradients, make_optimizer, zero_gradients
+from executor.train.optimizers import make_optimizer
 from simplan.cost.calibration.format import LayerTiming, ShapeRequest, way_of_mixing
 from simplan.model.layer import LayerSpec
 

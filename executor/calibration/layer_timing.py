@@ -24,6 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from executor.calibration.timing import TIMED_DTYPES, Bench, Stopwatch, sample_of, together
+from executor.distributed.gradients import divide_gradients, zero_gradients
 from executor.distributed.mesh import ParallelDims, Peers
 from executor.distributed.precision import Autocast
 from executor.models.embedding_and_head import OutputHead
@@ -31,7 +32,7 @@ from executor.models.lora import trained_parameters
 from executor.models.model import Stage, build_stage
 from executor.train.data import model_batch
 from executor.train.loss import cross_entropy, loss_in_chunks, split_loss
-from executor.train.optimizers import divide_gradients, make_optimizer, zero_gradients
+from executor.train.optimizers import make_optimizer
 from simplan.cost.calibration.format import LayerTiming, Mixed, Sample, ShapeRequest, way_of_mixing
 from simplan.model.layer import LayerKind
 

@@ -17,8 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from executor.distributed.mesh import local
 from executor.profiling.recorder import Recorder
-from executor.train.optimizers import local
 from simplan.program.action import Action
 
 Copied = torch.cuda.Event | None

@@ -19,12 +19,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import Shard
 
-from executor.distributed.mesh import ParallelDims, Peers, fill_from_own
+from executor.distributed.mesh import ParallelDims, Peers, fill_from_own, local
 from executor.distributed.recompute import hide_hooks
 from executor.models.model import Stage
-from executor.train.optimizers import local
 from simplan.program.action import Action
-from simplan.program.lowering.units import shard_dimension
+from simplan.program.lowering.fsdp_units import shard_dimension
 
 
 class StageSharding:

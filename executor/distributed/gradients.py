@@ -1,22 +1,94 @@
-"""Gradients between backward and the optimizer: sums of partial ones, averages of experts, clipping."""
+"""Gradients between backward and the optimizer: sums of partial ones, averages of experts, norms and clipping."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from executor.distributed.mesh import Peers
-from executor.models.model import Stage
-from executor.train.optimizers import ShardGroups, local
-from simplan.model.layer import LayerSpec
+from executor.distributed.mesh import ParallelDims, Peers, local
+from executor.models.model import Stage, split_dimensions
+from simplan.model.layer import LayerKind, LayerSpec
 from simplan.model.model import ModelSpec
 from simplan.runs.run_spec import RunSpec
 
 _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 _TIED_NAMES = ("wte.weight", "lm_head.weight")
+
+
+class StepOverError(Exception):
+    """The step is over for a late replica: others have given it the gradients that it needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardGroups:
+    """Ranks that hold the other shards of this rank's parameters, for sums over all elements.
+
+    Attributes:
+        shard: Ranks over which FSDP shards all parameters.
+        tp: Tensor-parallel ranks.
+        replicated: Ids of parameters that each tensor-parallel rank holds in full; the first rank counts them.
+        matrices: Ids of matrices of blocks; None if nothing is known of the parameters.
+    """
+
+    shard: Peers = field(default_factory=Peers)
+    tp: Peers = field(default_factory=Peers)
+    replicated: frozenset[int] = frozenset()
+    matrices: frozenset[int] | None = None
+
+    @classmethod
+    def of(cls, job: RunSpec, stages: Iterable[Stage], dims: ParallelDims) -> ShardGroups:
+        """The groups of one rank and its stages. Experts that FSDP shards over tensor-parallel ranks are split."""
+        plan, replicated, matrices = job.plan, set(), set()
+        layers = job.software.layers_of(job.model, plan)
+        for stage in stages:
+            split = split_dimensions(stage, job)
+            blocks = [index for index in stage.layers if layers[int(index)].kind is LayerKind.BLOCK]
+            of_blocks = {id(parameter) for index in blocks for parameter in stage.layers[index].parameters()}
+            for name, parameter, said in stage.with_specs(layers):
+                if id(parameter) in of_blocks and parameter.ndim == 2:
+                    matrices.add(id(parameter))
+                if name not in split and not (said.expert and plan.expert_shards > 1):
+                    replicated.add(id(parameter))
+        shards = dims.fsdp if plan.shards_parameters else Peers()
+        return cls(shards, dims.tp, frozenset(replicated), frozenset(matrices))
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """True when this rank counts its shard of a parameter: no other rank counts the same elements."""
+        return self.tp.rank == 0 or id(parameter) not in self.replicated
+
+    def total(self, x: Tensor) -> Tensor:
+        """Sums over all ranks with other shards, in place."""
+        for peers in (self.shard, self.tp):
+            if peers.size > 1:
+                peers.all_reduce(x)
+        return x
+
+    def norms(self, parameters: Sequence[nn.Parameter], *shards: list[Tensor]) -> Tensor:
+        """Norms of unsharded tensors, (lists of shards, parameters): a list has one shard for each parameter."""
+        squares = torch.stack([torch.stack(torch._foreach_norm(of_group)) for of_group in shards]).square()
+        for index, parameter in enumerate(parameters):
+            if not self.counts(parameter):
+                squares[:, index] = 0.0
+        return self.total(squares).sqrt()
+
+
+def divide_gradients(parameters: Iterable[nn.Parameter], number: int) -> None:
+    """Divides local shards of all gradients in one call; a call for each DTensor takes the host longer."""
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        torch._foreach_div_(gradients, number)
+
+
+def zero_gradients(parameters: Iterable[nn.Parameter], *, drop: bool = False) -> None:
+    """Sets all local gradients to zero in one call, in place; ``drop`` frees them instead."""
+    if not drop:
+        torch._foreach_zero_([local(parameter.grad) for parameter in parameters if parameter.grad is not None])
+    for parameter in parameters if drop else ():
+        parameter.grad = None
 
 
 def partial_parameters(stage: Stage, layers: Sequence[LayerSpec]) -> list[nn.Parameter]:

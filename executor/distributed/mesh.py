@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import FakeWork, _register_process_group, _unreg
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from executor.profiling.recorder import Recorder
@@ -33,6 +34,11 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName  # of torch 2.13
 
     from executor.distributed.replicas.membership import Membership
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, and any other tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True, slots=True)

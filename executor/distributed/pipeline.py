@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
+from executor.distributed.gradients import divide_gradients
 from executor.distributed.mesh import Peers
 from executor.profiling.recorder import Recorder
-from executor.train.optimizers import divide_gradients
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.tables.complete import stage_to_rank
 

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
+from executor.distributed.mesh import local
 from executor.launch.watchdog import Unwatched
 from executor.profiling.recorder import Recorder, make_clock
-from executor.train.optimizers import local
 from executor.train.trainer import Trainer
 from simplan.plan.plan import RankMapping
 from simplan.program.action import Action

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from executor.distributed.mesh import local
 from executor.profiling.memory import AllocationTrace, forget_peaks, peak_memory
 from executor.profiling.recorder import Stamp
 from executor.profiling.results import environment
 from executor.record.collectives import CollectiveLog
-from executor.train.optimizers import local
 from simplan.errors import Problem, RunError, SpecError
 from simplan.io import write_whole
 from simplan.program.program import MemoryCategory

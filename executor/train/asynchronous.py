@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from executor.calibration.timing import ReferenceMatmul
+from executor.distributed.gradients import zero_gradients
 from executor.distributed.mesh import ParallelDims
 from executor.distributed.replicas.membership import gloo_group
 from executor.launch.rank import RankFiles
@@ -28,7 +29,6 @@ from executor.launch.roster import Pulse, Roster, appears, connect
 from executor.launch.watchdog import Heartbeat, RankState
 from executor.profiling.memory import forget_peaks, peak_allocated_bytes, peak_memory, without_bytes
 from executor.profiling.recorder import Recorder, make_clock
-from executor.train.optimizers import zero_gradients
 from executor.train.parameter_server import Connect, Connection, ParameterServer, ServerClient
 from executor.train.trainer import Trainer
 from simplan.runs.measurement import MeasuredUpdate

@@ -11,16 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from executor.distributed.gradients import StepOverError, divide_gradients
 from executor.profiling.recorder import Recorder
-from executor.train.optimizers import divide_gradients
 from simplan.program.action import Action, ActionKind
 
 if TYPE_CHECKING:
     from executor.distributed.replicas.backup_workers import FirstReplicas
-
-
-class StepOverError(Exception):
-    """The step is over for a late replica: others have given it the gradients that it needs."""
 
 
 @dataclass(frozen=True, slots=True)

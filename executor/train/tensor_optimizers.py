@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim._adafactor import _single_tensor_adafactor
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _zeropower_via_newtonschulz
 
-from executor.distributed.mesh import Peers
-from executor.train.optimizers import local
+from executor.distributed.mesh import Peers, local
 from simplan.optimizers import OPTIMIZERS, OptimizerName
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13, and before

@@ -16,12 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from executor.distributed.gradients import (
     GradientClipper,
+    ShardGroups,
     TiedWeights,
     average_expert_gradients,
     expert_parameters,
     experts_of,
     partial_parameters,
     sum_partial_gradients,
+    zero_gradients,
 )
 from executor.distributed.mesh import ParallelDims, Peers
 from executor.distributed.precision import Autocast, compute_dtype, fp8_recipe, weight_dtype
@@ -32,8 +34,8 @@ from executor.profiling.recorder import Recorder
 from executor.train.data import in_pairs, input_shape, model_batch
 from executor.train.loop import LoopEngine
 from executor.train.loss import cross_entropy, loss_in_chunks, split_loss
-from executor.train.optimizers import ShardGroups, make_optimizer, update_in_backward, zero_gradients
-from simplan.model.captured.units import blocks_in_root
+from executor.train.optimizers import make_optimizer, update_in_backward
+from simplan.model.captured.layers import blocks_in_root
 from simplan.model.families import FAMILIES
 from simplan.model.layer import LayerKind
 from simplan.plan.plan import RankMapping

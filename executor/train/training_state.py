@@ -22,9 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from executor.distributed.mesh import ParallelDims
+from executor.distributed.mesh import ParallelDims, local
 from executor.models.model import Stage
-from executor.train.optimizers import local
 
 if TYPE_CHECKING:
     from executor.distributed.compression import CompressionHook

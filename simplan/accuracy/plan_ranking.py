@@ -71,10 +71,10 @@ def choices(outcomes: Iterable[RunOutcome]) -> Choices:
     They have the model (vocabulary and adapters apart), sequence length, devices, global batch, precision and software
     version in common, and what they state of the software that no plan decides.
     """
-    groups = [group for group in _groups(outcomes) if len({_plan(outcome) for outcome in group}) > 1]
+    groups = [group for group in plan_groups(outcomes) if len({_plan(outcome) for outcome in group}) > 1]
     chosen = [_choice(group) for group in groups]
     regrets = [choice.regret for choice in chosen]
-    pairs = [pair for group in groups for pair in _pairs(group)]
+    pairs = [pair for group in groups for pair in plan_pairs(group)]
     orders = [float(np.sign(was) * np.sign(said)) for said, was in pairs if abs(was) > math.log(_APART)]
     return Choices(
         num_groups=len(groups),
@@ -103,19 +103,16 @@ def _choice(group: Sequence[RunOutcome]) -> Choice:
     )
 
 
-def plan_pairs(outcomes: Iterable[RunOutcome]) -> list[tuple[float, float]]:
-    """Pairs of runs that differ only in their plan: logarithm of the predicted and the measured ratio of step times."""
-    return [pair for group in _groups(outcomes) for pair in _pairs(group)]
-
-
-def _pairs(group: Iterable[RunOutcome]) -> Iterator[tuple[float, float]]:
+def plan_pairs(group: Iterable[RunOutcome]) -> Iterator[tuple[float, float]]:
+    """Logarithms of the predicted and the measured ratio of step times, of runs that differ only in their plan."""
     for outcome, other in combinations(group, 2):
         if _plan(outcome) != _plan(other):
             predicted, measured = _predicted_s(outcome) / _predicted_s(other), _measured_s(outcome) / _measured_s(other)
             yield math.log(predicted), math.log(measured)
 
 
-def _groups(outcomes: Iterable[RunOutcome]) -> list[list[RunOutcome]]:
+def plan_groups(outcomes: Iterable[RunOutcome]) -> list[list[RunOutcome]]:
+    """Groups of runs that differ only in their plan, as ``choices`` compares them; some have one plan only."""
     groups: dict[Hashable, list[RunOutcome]] = defaultdict(list)
     for outcome in outcomes:
         if outcome.error is None:

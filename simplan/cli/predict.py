@@ -12,7 +12,7 @@ from simplan.cli.terminal.options import opened
 from simplan.cli.terminal.output import emphasize, print_result, say, write_result
 from simplan.cli.terminal.progress import ProgressLine
 from simplan.cli.terminal.scenario_request import ScenarioRequest
-from simplan.cluster.background import BackgroundJob
+from simplan.cluster.hardware import BackgroundJob
 from simplan.cluster.machine import THIS_MACHINE
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import Problem, SpecError

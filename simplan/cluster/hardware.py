@@ -8,10 +8,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from simplan.base import MAX_DEVICES, Count, NonNegative, NumDevices, Rate, Seconds, Spec
-from simplan.cluster.background import BackgroundJob
+from simplan.base import MAX_DEVICES, Count, Line, NonNegative, NumDevices, Rate, Seconds, Spec
 from simplan.cluster.topology import Topology, node_of_name
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
 from simplan.software.rates import KernelRates
+from simplan.software.software import SoftwareSpec
+from simplan.training import TrainingSpec
 from simplan.units import MIB, counted, format_percent
 
 Dtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8"]
@@ -147,6 +150,29 @@ class BackgroundFlow(Spec):
 
 
 Slowdown = Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False)]
+
+
+Nodes = Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_DEVICES)], ...], Field(min_length=1)]
+"""Nodes of the topology, numbered from 0."""
+
+
+class BackgroundJob(Spec):
+    """Another job, whose steps follow each other on the links of the topology while the predicted step runs.
+
+    Attributes:
+        name: Display name.
+        model, training, plan, software: As in ``simplan.job.Job``; its nodes are like those of the cluster.
+        nodes: Nodes of the topology that its ranks fill, in this order.
+        offset_s: Seconds from the begin of one of its steps to that of the predicted step, modulo its step time alone.
+    """
+
+    name: Annotated[Line, Field(min_length=1, max_length=200)]
+    model: ModelSpec
+    training: TrainingSpec
+    plan: ParallelPlan
+    software: SoftwareSpec
+    nodes: Nodes
+    offset_s: Seconds = 0.0
 
 
 class Straggler(Spec):

@@ -148,13 +148,9 @@ def operators_of(job: Job) -> Operators:
     return "experts" if model.num_experts else "transformer"
 
 
+@cache
 def known_of(ground: Ground) -> Known:
     """Fitted runs of the catalog that are like a job."""
-    return _known(ground)
-
-
-@cache
-def _known(ground: Ground) -> Known:
     data = catalog.known()
     stds = data["unknown_std"]
     if not catalog.has_kernel_rates(ground.architecture):

@@ -164,19 +164,9 @@ class Gemm:
         return self.trained or self.merged_rank > 0 or self.operands is not None
 
     @property
-    def merge_flops(self) -> int:
-        """FLOPs per microbatch of adding B A to each weight (``merged_rank``): 2 r n k for each group."""
-        return 2 * self.merged_rank * self.weight_elements
-
-    @property
     def computed_flops(self) -> int:
         """FLOPs that the forward kernel computes: 2 m n k."""
         return 2 * self.m * self.n * self.k
-
-    @property
-    def norm_flops(self) -> int:
-        """FLOPs per microbatch of the products of an identity with A and B (``norm_rank``): 2 r k (k + n)."""
-        return 2 * self.norm_rank * self.k * (self.k + self.n)
 
     @property
     def input_elements(self) -> int:

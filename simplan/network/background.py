@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from simplan.cluster.background import BackgroundJob
+from simplan.cluster.hardware import BackgroundJob
 from simplan.cost.program_costs import ProgramCosts
 from simplan.errors import NotModelledError, Problem
 from simplan.job import Job

@@ -6,8 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from simplan.cluster.background import BackgroundJob
-from simplan.cluster.hardware import ClusterSpec
+from simplan.cluster.hardware import BackgroundJob, ClusterSpec
 from simplan.errors import SpecError
 from simplan.job import background_job
 from simplan.plan.plan import RankMapping

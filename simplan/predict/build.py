@@ -34,10 +34,10 @@ from simplan.predict.stragglers import slowdowns
 from simplan.prediction import Prediction
 from simplan.program.action import Table, format_table
 from simplan.program.folding import Folding, fold, unfolded
+from simplan.program.lowering.fsdp_units import shard_elements
 from simplan.program.lowering.lower import Lowering, lower
 from simplan.program.lowering.script import Scripts
 from simplan.program.lowering.stage import Stages
-from simplan.program.lowering.units import shard_elements
 from simplan.program.program import Communication, HostWait, LayerWork, Op, Phase, Program, Stream
 from simplan.program.schedules import PipelineShape, StageTimes, one_f_one_b
 from simplan.program.tables.complete import complete_table
@@ -46,7 +46,7 @@ from simplan.program.tables.partition import (
     balanced_assignment,
     balanced_unequal_assignment,
 )
-from simplan.program.tables.table import plan_table
+from simplan.program.tables.plan_table import plan_table
 from simplan.sim.engine import CoreUse
 from simplan.software.rates import FrameworkRates
 from simplan.software.software import SoftwareSpec, StateBytes

@@ -18,7 +18,7 @@ from simplan.cost.known import ErrorShare, weakest_term
 from simplan.cost.model import CostEstimate, CostModel, Provenance
 from simplan.cost.program_costs import ProgramCosts
 from simplan.errors import Problem, SpecError
-from simplan.job import Job
+from simplan.job import Job, numbers_left, with_replicas_left
 from simplan.model.layer import Attention, Gemm, LayerSpec
 from simplan.model.packing import PackStatistics
 from simplan.model.recompute import recomputation, recompute_of
@@ -29,7 +29,6 @@ from simplan.predict.background import background_steps
 from simplan.predict.balance import balanced
 from simplan.predict.build import MAX_DEALT_RANKS, deals_unequal_shards, expands_all, folding_of
 from simplan.predict.memory import loading_of
-from simplan.predict.rounds.fewer_replicas import numbers_left, with_replicas_left
 from simplan.predict.simulated import (
     ErrorSource,
     Simulated,

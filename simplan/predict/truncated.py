@@ -45,7 +45,7 @@ from simplan.sim.compiled import CompiledProgram, compile_program
 if TYPE_CHECKING:
     from simplan.network.background import BackgroundStep
     from simplan.network.load import Network
-    from simplan.predict.rounds.asynchronous import AsynchronousStep
+    from simplan.predict.asynchronous import AsynchronousStep
     from simplan.sim.links import Progress
 
 _Floats = NDArray[np.float64]
@@ -160,7 +160,7 @@ class TruncatedStep:
         replication = self.job.plan.replication
         if replication is None or not replication.has_workers:
             return None
-        from simplan.predict.rounds.asynchronous import AsynchronousStep  # only where needed
+        from simplan.predict.asynchronous import AsynchronousStep  # only where needed
 
         return AsynchronousStep(self.job, self.cost, self.simulated, self.extent.num_periods)
 

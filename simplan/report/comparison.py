@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from simplan.documentation import documentation
-from simplan.predict.rehearsal import Rehearsed
 from simplan.report.table import format_table_text
 from simplan.report.text import split_parts
 from simplan.units import GIB, format_bytes, format_percent, format_time
@@ -17,7 +16,7 @@ from simplan.validate.goodput import GoodputComparison
 from simplan.validate.logged import LoggedComparison, UncertainTerm
 from simplan.validate.logged_memory import MemoryTerm
 from simplan.validate.losses import LossCurve
-from simplan.validate.rehearsal import MemoryRow, RehearsalComparison
+from simplan.validate.rehearsal import MemoryRow, RehearsalComparison, Rehearsed
 from simplan.validate.rows import ComparisonRow
 
 _MAX_RANKS = 8

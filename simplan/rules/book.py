@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType, ModuleType
 
-from simplan.cluster.background import BackgroundJob
+from simplan.cluster.hardware import BackgroundJob
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.job import Job, background_job
 from simplan.model.families.family import LORA

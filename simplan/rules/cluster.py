@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from simplan.cluster.background import BackgroundJob
-from simplan.cluster.hardware import BackgroundFlow, ClusterSpec
+from simplan.cluster.hardware import BackgroundFlow, BackgroundJob, ClusterSpec
 from simplan.cluster.topology import Torus, topology_problems
 from simplan.errors import Problem
 from simplan.job import Job

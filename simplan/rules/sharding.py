@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from simplan.errors import Problem
 from simplan.job import Job
-from simplan.model.captured.units import other_large_modules
+from simplan.model.captured.layers import other_large_modules
 from simplan.model.families import FAMILIES
 from simplan.model.layer import LayerKind
 from simplan.plan.schedules import is_custom_schedule, splits_backward

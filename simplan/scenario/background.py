@@ -15,8 +15,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from simplan.base import Line, Seconds, Spec
-from simplan.cluster.background import BackgroundJob, Nodes
-from simplan.cluster.hardware import BackgroundFlow
+from simplan.cluster.hardware import BackgroundFlow, BackgroundJob, Nodes
 from simplan.plan.placement import is_placement_file
 from simplan.plan.plan import ParallelPlan
 from simplan.plan.schedules import is_table_file

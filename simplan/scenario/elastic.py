@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from simplan.errors import Problem, SpecError
+from simplan.job import numbers_left, with_replicas_left
 from simplan.predict import run_spec_of
-from simplan.predict.rounds.fewer_replicas import numbers_left, with_replicas_left
 from simplan.prediction import Prediction
 from simplan.runs.checkpoint import Checkpointing
 from simplan.runs.elastic import FewerNodes, on_fewer_devices

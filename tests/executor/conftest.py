@@ -17,7 +17,7 @@ from simplan import catalog
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.program.action import format_table
-from simplan.program.tables.table import plan_table
+from simplan.program.tables.plan_table import plan_table
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
 from simplan.training import TrainingSpec

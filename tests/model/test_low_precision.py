@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from simplan import catalog
-from simplan.model.fused_gemms import fused_gemms
 from simplan.model.layer import Gemm
-from simplan.model.low_precision import LinearFormat, casts, linear_format, linears
+from simplan.model.low_precision import LinearFormat, casts, fused_gemms, linear_format, linears
 from simplan.model.model import ModelSpec
 from simplan.plan.shard import Shard
 from tests.jobs import problems, tiny_model

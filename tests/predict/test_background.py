@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simplan import catalog
-from simplan.cluster.background import BackgroundJob
-from simplan.cluster.hardware import Straggler
+from simplan.cluster.hardware import BackgroundJob, Straggler
 from simplan.cluster.topology import LeafSpine
 from simplan.errors import NotModelledError, SpecError
 from simplan.job import Job

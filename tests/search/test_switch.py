@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from simplan.accuracy.plan_ranking import plan_pairs
+from simplan.accuracy.plan_ranking import plan_groups, plan_pairs
 from simplan.accuracy.predict_runs import predict_runs
 from simplan.plan.plan import ParallelPlan
 from simplan.scenario.published.reading import read_published
@@ -28,7 +28,7 @@ def test_checkpoints_matter_only_where_states_are_split() -> None:
 @pytest.mark.slow
 def test_certainty_is_that_of_published_pairs() -> None:
     files = read_published([ROOT / "scenarios" / "published", ROOT / "scenarios" / "heldout"])
-    pairs = plan_pairs(predict_runs(files))
+    pairs = [pair for group in plan_groups(predict_runs(files)) for pair in plan_pairs(group)]
     start = 0.0
     for end, fraction, number in RIGHT_ORDER:
         right = [predicted * measured > 0 for predicted, measured in pairs if start <= abs(predicted) < end]

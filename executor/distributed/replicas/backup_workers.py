@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore, Work  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
+from executor.distributed.gradients import StepOverError
 from executor.distributed.mesh import Peers
 from executor.profiling.recorder import Recorder
-from executor.train.loop import StepOverError
 
 _ASK_EVERY_S = 0.005  # the store takes 0.1 ms to answer
 _trainings = count()

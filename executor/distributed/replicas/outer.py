@@ -19,11 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from executor.distributed.mesh import Peers
+from executor.distributed.mesh import Peers, local
 from executor.distributed.quantization import average_quantized, quantized_bytes
 from executor.distributed.replicas.membership import Meeting, Membership
 from executor.profiling.recorder import Recorder
-from executor.train.optimizers import local
 from simplan.plan.replication import Replication
 from simplan.program.action import Action
 from simplan.runs.measurement import IssuedKind

@@ -291,7 +291,7 @@ class ScenarioRequest:
         """Request of the captured model of a config.json that simplan has no family for; None for other sources."""
         if self.source.suffix != ".json":
             return None
-        from simplan.cli.capture.unknown import captured_config
+        from simplan.cli.capture.command import captured_config
 
         file = captured_config(self.source, self.overrides.get("model.seq_len"))
         if file is None:

@@ -20,7 +20,6 @@ from simplan.cost.compute.matmul import (
 )
 from simplan.cost.compute.traffic import KernelSet, layer_traffic
 from simplan.cost.model import CostEstimate, CostPart, Limit, Provenance
-from simplan.model.fused_gemms import fused_gemms
 from simplan.model.kernel import Chunks, PointwiseFunction, in_forward, num_chunks
 from simplan.model.layer import (
     Attention,
@@ -32,7 +31,7 @@ from simplan.model.layer import (
     Role,
     has_backward,
 )
-from simplan.model.low_precision import quantized_linears
+from simplan.model.low_precision import fused_gemms, quantized_linears
 from simplan.optimizers import UPDATES, UpdateName
 from simplan.program.memory.split_footprint import weighted_kernels
 from simplan.program.program import LayerWork, Phase, TensorUpdates

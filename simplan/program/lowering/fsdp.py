@@ -24,9 +24,9 @@ from typing import ClassVar
 
 from simplan.model.layer import CollectiveKind
 from simplan.program.action import Action, ActionKind
+from simplan.program.lowering.fsdp_units import Unit, merged_units, unit_of_layer, units_at
 from simplan.program.lowering.hooks import Hooks
 from simplan.program.lowering.stage import Stages
-from simplan.program.lowering.units import Unit, merged_units, unit_of_layer, units_at
 from simplan.program.lowering.writer import RankWriter
 from simplan.program.program import Communication, HostCalls, LayerWork, MemoryCategory, MemoryEffect, Phase, Stream
 from simplan.program.timeline import SpanKind

@@ -10,13 +10,12 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from simplan.job import Job
-from simplan.model.captured.layers import CAPTURED
-from simplan.model.captured.units import blocks_in_root
+from simplan.model.captured.layers import CAPTURED, blocks_in_root
 from simplan.model.layer import Gemm, LayerKind, LayerSpec, ParameterSpec
 from simplan.model.recompute import Recomputation, recomputation, recompute_of
 from simplan.plan.plan import RankMapping, Recompute, StageAssignment
 from simplan.program.action import Table
-from simplan.program.lowering.units import Unit, fsdp_units
+from simplan.program.lowering.fsdp_units import Unit, fsdp_units
 from simplan.program.memory.footprint import (
     LayerFootprint,
     brought_parameters,

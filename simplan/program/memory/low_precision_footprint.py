@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from simplan.model.fused_gemms import joins
 from simplan.model.kernel import Pointwise
 from simplan.model.layer import Gemm, LayerSpec, Operator, Tensor
-from simplan.model.low_precision import LinearFormat, quantized_linears
+from simplan.model.low_precision import LinearFormat, joins, quantized_linears
 from simplan.software.software import StateBytes
 
 _EAGER_BYTES = 8

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from simplan.model.layer import CollectiveKind, LayerSpec, ParameterSpec
 from simplan.optimizers import UPDATES, StoredTensor, Widths, newton_schulz_products, projection_products
 from simplan.plan.plan import RankGroup
+from simplan.program.lowering.fsdp_units import shard_elements
 from simplan.program.lowering.stage import Stages
-from simplan.program.lowering.units import shard_elements
 from simplan.program.memory.footprint import brought_parameters
 from simplan.program.memory.tensors import stored_tensor
 from simplan.program.program import Communication, LayerWork, Phase, TensorUpdates

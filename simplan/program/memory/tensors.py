@@ -25,7 +25,7 @@ from simplan.model.low_precision import quantized_linears
 from simplan.model.operator import saved_by, storages
 from simplan.model.recompute import Recomputation
 from simplan.optimizers import UPDATES, StoredTensor
-from simplan.program.lowering.units import shard_elements
+from simplan.program.lowering.fsdp_units import shard_elements
 from simplan.program.memory.low_precision_footprint import forward_scratch_bytes, kept_weight_bytes
 from simplan.software.software import StateBytes
 

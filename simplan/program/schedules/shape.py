@@ -1,4 +1,4 @@
-"""Pipeline shapes and stage times, and the ends, spans and bubble rate of action tables."""
+"""Pipeline shapes and stage times, and the ends and spans of action tables."""
 
 from __future__ import annotations
 
@@ -135,12 +135,3 @@ def longest_span_s(compute: Table, times: StageTimes) -> float:
     """
     ends_s = action_ends_s(compute, times)
     return max(ends_s[row[-1]] - ends_s[row[0]] + times.duration_s(row[0]) for row in compute)
-
-
-def bubble_rate(compute: Table, times: StageTimes) -> float:
-    """Returns the fraction of the cost during which even the busiest rank is idle.
-
-    (cost - m(F+I+W)) / cost for equal stages, as in Qi et al. 2024, table 5.
-    """
-    cost_s = longest_span_s(compute, times)
-    return 1 - max(sum(times.duration_s(action) for action in row) for row in compute) / cost_s

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from simplan.job import Job
 from simplan.model.layer import CollectiveKind
 from simplan.plan.plan import ParallelPlan
-from simplan.program.lowering.units import Unit, fsdp_units
+from simplan.program.lowering.fsdp_units import Unit, fsdp_units
 from simplan.search.bounds.device_groups import groups_of
 from simplan.search.bounds.layer_sums import CostCache, Floats
 from simplan.search.candidates import Candidates

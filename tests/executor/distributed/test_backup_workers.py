@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from executor.checks import check_job, check_rehearsal
+from executor.distributed.gradients import StepOverError
 from executor.distributed.mesh import Peers
 from executor.distributed.replicas.backup_workers import FirstReplicas
 from executor.launch.watchdog import Unwatched
 from executor.profiling.recorder import Clock, Recorder
 from executor.run import run_job
 from executor.train.boundaries import LayerBoundaries
-from executor.train.loop import StepOverError
 from simplan import catalog
 from simplan.cluster.hardware import Straggler
 from simplan.errors import NotModelledError, RunError

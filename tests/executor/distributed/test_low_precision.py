@@ -34,7 +34,7 @@ from simplan.model.low_precision import TORCHAO_RECIPES, Fp8Recipe, linear_forma
 from simplan.model.model import ModelSpec
 from simplan.program.memory.low_precision_footprint import backward_scratch, forward_scratch_bytes, keeping_quantized
 from simplan.program.program import Phase
-from simplan.program.tables.table import plan_table
+from simplan.program.tables.plan_table import plan_table
 from simplan.runs.run_spec import RunSpec
 from simplan.software.software import StateBytes
 from simplan.training import TrainingSpec

@@ -19,7 +19,7 @@ from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.program.action import Action, format_table
 from simplan.program.lowering.lower import Lowering, lower
 from simplan.program.program import Program
-from simplan.program.tables.table import plan_table
+from simplan.program.tables.plan_table import plan_table
 from simplan.runs.run_spec import RunSpec
 from simplan.sim.memory import MemoryPeak, memory_peak
 from simplan.training import TrainingSpec

@@ -15,7 +15,7 @@ import pytest
 
 from simplan.plan.plan import ParallelPlan
 from simplan.program.action import format_table
-from simplan.program.tables.table import plan_table
+from simplan.program.tables.plan_table import plan_table
 from simplan.runs.elastic import FewerNodes, RendezvousOptions, on_fewer_devices
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec

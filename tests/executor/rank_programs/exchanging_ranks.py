@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 
 from executor.distributed.gradients import partial_parameters, sum_partial_gradients
-from executor.distributed.mesh import ParallelDims, Peers
+from executor.distributed.mesh import ParallelDims, Peers, local
 from executor.models.model import build_stage
 from executor.train.data import model_batch
 from executor.train.loss import cross_entropy, split_loss
-from executor.train.optimizers import local
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import Recompute
 from simplan.plan.shard import Shard

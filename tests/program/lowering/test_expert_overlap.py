@@ -14,7 +14,7 @@ from simplan.predict import cost_model
 from simplan.program.lowering.lower import Lowering
 from simplan.program.lowering.walk import paired_actions
 from simplan.program.program import Communication, Op, OverlapRemainder, Program, Stream
-from simplan.program.tables.table import plan_table
+from simplan.program.tables.plan_table import plan_table
 from simplan.sim.engine import simulate
 from tests.jobs import job_of, lowered
 from tests.program.lowering.test_lower_moe import MODEL

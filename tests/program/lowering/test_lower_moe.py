@@ -14,8 +14,8 @@ from simplan.model.low_precision import linears
 from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.predict.build import cost_model
 from simplan.program.folding import fold
+from simplan.program.lowering.fsdp_units import padded_elements, shard_dimension
 from simplan.program.lowering.lower import Lowering
-from simplan.program.lowering.units import padded_elements, shard_dimension
 from simplan.program.memory.low_precision_footprint import keeping_quantized, kept_weight_bytes, persistent_weight_bytes
 from simplan.program.program import Communication, LayerWork, MemoryCategory, Phase, Program, Stream
 from simplan.program.timeline import SpanKind

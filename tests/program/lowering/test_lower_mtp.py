@@ -18,7 +18,7 @@ from simplan.program.lowering.lower import Lowering, lower
 from simplan.program.memory.footprint import layer_footprint
 from simplan.program.memory.liveness import PeakPoint
 from simplan.program.program import Communication, MemoryCategory, Program, Stream
-from simplan.program.tables.table import plan_table
+from simplan.program.tables.plan_table import plan_table
 from simplan.training import TrainingSpec
 from tests.jobs import job_of, tiny_model
 from tests.test_random_plans import keeps_the_laws

@@ -16,7 +16,7 @@ from simplan import catalog
 from simplan.model.layer import LayerSpec, ParameterSpec
 from simplan.model.model import ModelSpec
 from simplan.model.recompute import recomputation
-from simplan.program.lowering.units import padded_elements, shard_elements
+from simplan.program.lowering.fsdp_units import padded_elements, shard_elements
 from simplan.program.memory.footprint import brought_parameters, layer_footprint, layers_effects
 from simplan.program.memory.split_footprint import SplitFootprint, split_effects, split_footprint
 from simplan.program.memory.states import layer_states

@@ -12,8 +12,8 @@ from simplan.errors import ProgramError
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.program.action import parse_table
 from simplan.program.schedules import SCHEDULES, PipelineShape, StageTimes
-from simplan.program.schedules.shape import action_ends_s, bubble_rate, longest_span_s
-from tests.program.tables.tables import makespan_s, stage_times
+from simplan.program.schedules.shape import action_ends_s, longest_span_s
+from tests.program.tables.tables import bubble_rate, makespan_s, stage_times
 
 
 class Case(NamedTuple):

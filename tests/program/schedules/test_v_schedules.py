@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from simplan.program.schedules import PipelineShape, StageTimes, dualpipe_v, zb_v
-from simplan.program.schedules.shape import bubble_rate
-from tests.program.tables.tables import makespan_s, most_in_flight
+from tests.program.tables.tables import bubble_rate, makespan_s, most_in_flight
 
 GRID = list(product((1, 2, 3, 4), (1, 2, 5, 6, 7, 8, 16)))
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.schedules import StageTimes
+from simplan.program.schedules.shape import longest_span_s
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 INPUT, WEIGHT = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
@@ -63,6 +64,15 @@ def makespan_s(compute: Table, duration_s: Callable[[Action], float], send_s: fl
                     ends[Action(action.stage, B, action.microbatch)] = free_s
         assert len(ends) > before, "the actions wait for each other"
     return max(ends.values())
+
+
+def bubble_rate(compute: Table, times: StageTimes) -> float:
+    """Fraction of the cost of a step during which even the busiest rank is idle.
+
+    (cost - m(F+I+W)) / cost for equal stages, as in Qi et al. 2024, table 5.
+    """
+    cost_s = longest_span_s(compute, times)
+    return 1 - max(sum(times.duration_s(action) for action in row) for row in compute) / cost_s
 
 
 def most_in_flight(table: Table, until: ActionKind = WEIGHT) -> list[int]:

@@ -12,7 +12,7 @@ from simplan.program.action import Table, parse_table
 from simplan.program.schedules import PipelineShape, gpipe, interleaved_1f1b, naive, one_f_one_b
 from simplan.program.tables.complete import Unshard, complete_table
 from simplan.program.tables.executable import check_executable
-from simplan.program.tables.table import plan_table
+from simplan.program.tables.plan_table import plan_table
 from simplan.software.software import SoftwareSpec, StateBytes
 
 

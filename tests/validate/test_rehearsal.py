@@ -8,10 +8,10 @@ import pytest
 
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import Simulated, predict_step, run_spec_of
-from simplan.predict.rehearsal import rehearsal_step
 from simplan.prediction import Prediction
 from simplan.program.program import LayerWork, Stream
 from simplan.runs.measurement import ActionTime, PeakMemory, Rehearsal
+from simplan.validate.rehearsal import rehearsal_step
 from tests.jobs import job_of, tiny_model
 
 MODEL = tiny_model(

@@ -20,7 +20,7 @@ from simplan.program.schedules import PipelineShape, gpipe, interleaved_1f1b, na
 from simplan.program.tables.check import check_table
 from simplan.program.tables.complete import complete_table
 from simplan.program.tables.custom_schedule import locating
-from simplan.program.tables.table import plan_table, unshard_of
+from simplan.program.tables.plan_table import plan_table, unshard_of
 from tests.support.problems import refuses
 
 
