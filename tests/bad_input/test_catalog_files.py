@@ -207,7 +207,7 @@ def test_preset_of_failures_says_where_each_rate_is_from(monkeypatch: pytest.Mon
         "causes": [{"name": "disk", "per": "node", "mtbf_h": 1000}, {"name": "fan", "per": "node", "mtbf_h": 9000}],
         "sources": {"causes.disk": "tickets"},
     }
-    refusals = (
+    refusals: tuple[tuple[dict[str, str], str], ...] = (
         ({}, "reliability.mine.fitted_on: is missing; add fitted_on: ..."),
         ({"fitted_on": "tickets"}, "reliability.mine.sources.causes.fan: is missing; add causes.fan: ..."),
         ({"fitted_on": "tickets"}, "reliability.mine.sources.scope: is missing; add scope: ..."),

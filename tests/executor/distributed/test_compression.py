@@ -168,7 +168,9 @@ def test_every_hook_that_is_not_torchs_has_a_case_and_a_scenario() -> None:
 class CountedBytes(TorchDispatchMode):
     """Bytes that kernels read and write, which views do not."""
 
-    num_bytes = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_bytes = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
