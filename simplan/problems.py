@@ -126,6 +126,8 @@ def _problem(
     rule, fix = _rule(kind, value, annotation, context, detail["msg"], is_key=is_key, key=loc[-1] if loc else "")
     if kind == "extra_forbidden" and len(loc) == 1 and str(loc[0]) in elsewhere:
         fix = f"write {elsewhere[str(loc[0])]}"
+    if not loc and isinstance(value, str) and "preset" in model.model_fields:
+        fix = f"write {{preset: {value}}}"
     shown = None if is_key or kind in ("missing", "extra_forbidden") else render_value(value)
     path = (*prefix, *_as_written(loc, data))
     return Problem(field=_dotted(path), value=shown, rule=rule, fix=fix).at(*find_place(lines, path))

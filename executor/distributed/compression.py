@@ -102,10 +102,11 @@ def compression_hook(compression: Compression, peers: Peers, num_whole_steps: in
             return _TopK(compression, peers, num_whole_steps)
         case "random_k":
             return _RandomK(compression, peers, num_whole_steps)
-        case "int8" | "int4" | "one_bit":
-            return _Quantized(compression, peers, num_whole_steps)
         case "one_bit_adam":
             return MomentumCompression(compression, peers, num_whole_steps)
+        case _:
+            assert compression.bits is not None, compression
+            return _Quantized(compression, peers, num_whole_steps)
 
 
 def _done(bucket: GradBucket) -> Future[Tensor]:

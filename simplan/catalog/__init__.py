@@ -59,7 +59,8 @@ Kind = Literal["devices", "links", "clusters", "topologies", "models", "software
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MAX_LISTED = 24
 _OF_KERNELS = ("rates", "reserve_fraction", "compiled_reserve_fraction")
-"""Fields of a software profile that ``rates_of`` takes from another profile."""
+"""Fields of a software profile that ``rates_of`` takes from another profile; shares of memory only where neither this
+profile nor one between the two says another."""
 _ABOUT = ("description", "fitted_on", "source", "sources")
 """Fields of an entry that are no keys of a scenario."""
 _MAX_SHOWN = 60
@@ -400,11 +401,12 @@ def software(name: str, *, textbook: bool = False) -> SoftwareSpec:
     own = {} if textbook else _parsed("kernels_fitted")["software"].get(name, {})
     if rates_of is not None:
         same = software(rates_of, textbook=textbook)
-        fields |= {field: getattr(same, field) for field in _OF_KERNELS}
+        taken = [field for field in _OF_KERNELS if field == "rates" or field not in entry]
+        fields |= {field: getattr(same, field) for field in taken}
         fields["rates_of"] = same.rates_profile
         with entry_of(file, "rates"):
             fields["rates"] = same.rates.model_copy(update=entry["rates"] | own)
-        inherited = {field: f"as {same.id}: {same.sources[field]}" for field in _OF_KERNELS if field in same.sources}
+        inherited = {field: f"as {same.id}: {same.sources[field]}" for field in taken if field in same.sources}
         if entry["rates"]:
             inherited["rates"] = f"{fields['sources'].get('rates', '')}; otherwise {inherited['rates']}"
         fields["sources"] |= inherited
@@ -458,8 +460,9 @@ def _software_names() -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: (name != "torch", name)))
 
 
-_NOT_INHERITED = ("executable",)
-"""Fields that a profile says itself: who differs from what `simplan run` executes may not be executed as it."""
+_NOT_INHERITED = ("executable", "stands_for")
+"""Fields that a profile says itself: who differs from what `simplan run` executes may not be executed as it, and is of
+other versions."""
 _NO_KEYS = {"id": "is the name of the file", "memory_spread": "is fitted by `make fit`"}
 _BUCKETS = ("bucket_bytes", "first_bucket_bytes")
 
@@ -480,9 +483,15 @@ def _software_entry(name: str, *parents: str) -> dict[str, Any]:
         entry = own
     else:
         inherited = _software_entry(base, name, *parents)
-        dropped = (*_NOT_INHERITED, *(_BUCKETS if own.get("grad_overlap") is False else ()))
+        dropped = {*_NOT_INHERITED, *(_BUCKETS if own.get("grad_overlap") is False else ())}
+        dropped |= {*(_OF_KERNELS[1:] if "rates_of" in own else ())}
+        sourced = {key.partition(".")[0] for key in own["sources"]}
+        differs = {
+            key for key in own if own[key] != inherited.get(key)
+        } - sourced  # a source is about the other's value
+        sources = inherited["sources"].items()
         inherited = {key: value for key, value in inherited.items() if key not in dropped}
-        inherited["sources"] = {key: each for key, each in inherited["sources"].items() if key not in dropped}
+        inherited["sources"] = {key: each for key, each in sources if key.partition(".")[0] not in dropped | differs}
         nested = {key: inherited[key] | own[key] for key in ("references", "sources")}
         entry = inherited | own | nested
     _check_buckets(entry, own, file)

@@ -35,7 +35,7 @@ _NEEDED: dict[str, dict[str, type]] = {
     },
     "topologies": {"kind": str, "source": str},
     "models": {"published_parameters": int, "source": str},
-    "reliability": {"description": str, "causes": list, "sources": dict},
+    "reliability": {"description": str, "fitted_on": str, "causes": list, "sources": dict},
     "spot_zones": {"source": str},
 }
 """Kind -> keys that the catalog itself reads of an entry, with their types; specs validate all others."""
@@ -118,7 +118,13 @@ def check_entry(kind: str, name: str, entry: Any) -> dict[str, Any]:
     if problems:
         raise SpecError(problems, file=file_of(kind))
     if _NEEDED[kind].get("sources"):
-        texts(found["sources"], kind, kind, name, "sources")
+        said, field = texts(found["sources"], kind, kind, name, "sources"), f"{kind}.{name}.sources"
+        if kind == "reliability":
+            asked = ("scope", *(f"causes.{cause['name']}" for cause in found["causes"]))
+            missing = (key for key in asked if key not in said)
+            problems += [Problem(field=f"{field}.{key}", rule=MISSING, fix=f"add {key}: ...") for key in missing]
+    if problems:
+        raise SpecError(problems, file=file_of(kind))
     return found
 
 

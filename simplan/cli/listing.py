@@ -322,8 +322,8 @@ def _reliability_entry(name: str) -> dict[str, Any]:
 
 def _schedules() -> list[Row]:
     def row(name: str, doc: str) -> Row:
-        paragraphs = [" ".join(part.split()) for part in doc.split("\n\n")]
-        return {"name": name, "order": paragraphs[0], "for p ranks with v stages each, m microbatches": paragraphs[1]}
+        order, bubble, *_ = *(" ".join(part.split()) for part in doc.split("\n\n")), ""
+        return {"name": name, "order": order, "for p ranks with v stages each, m microbatches": bubble}
 
     # ``none`` is one rank, where naive's bubble is zero: nothing to choose
     return [row(name, getdoc(schedule) or "") for name, schedule in SCHEDULES.items() if name != "none"]

@@ -27,7 +27,8 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
 """Keys of each kind besides ``kind``."""
 
 _EXCHANGES = ("all_to_all", "all_gather")
-_IN_FEW_BITS = ("int8", "int4", "one_bit", "one_bit_adam")
+_BITS: Mapping[str, int] = {"int8": 8, "int4": 4, "one_bit": 1, "one_bit_adam": 1}
+"""Bits of each value, in kinds that send few."""
 BLOCK = 1024
 """Elements with a common FP32 scale, in kinds that send few bits of each."""
 
@@ -90,7 +91,12 @@ class Compression(SpecOfKind):
     @property
     def blocks(self) -> bool:
         """True if a bucket's next backward waits for its communication, which has several phases."""
-        return self.kind == "powersgd" or self.kind in _IN_FEW_BITS
+        return self.kind == "powersgd" or self.bits is not None
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of each value that is sent, besides the scales; None in kinds that do not round values to few bits."""
+        return _BITS.get(self.kind)
 
     @property
     def of_momentum(self) -> bool:
@@ -105,7 +111,7 @@ class Compression(SpecOfKind):
     @property
     def collectives(self) -> tuple[str, ...]:
         """Collectives of compressed gradients."""
-        if self.kind in _IN_FEW_BITS:
+        if self.bits is not None:
             return _EXCHANGES
         return ("all_gather",) if self.kind == "top_k" else ("all_reduce",)
 

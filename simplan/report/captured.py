@@ -14,6 +14,7 @@ from simplan.report.table import format_table_text
 from simplan.units import format_bytes, format_count
 
 _HEADERS = ("layer", "module", "parameters", "forward FLOPs", "saved", "operators")
+_PRECISION_WORDS = {"autocast": "autocast (bf16 under DDP and ZeRO-1)"}
 _WIDTHS = {"fp32": (4, 4), "bf16": (2, 2), "autocast": (2, 4)}
 
 
@@ -79,13 +80,15 @@ def captured_text(captured: CapturedModel) -> str:
                 str(layer["operators"]),
             ]
         )
+    sums = captured.factory and not captured.loss
     lines = [
         f"{captured.name}: {format_count(document['num_parameters'])} parameters; one sample: "
         f"{format_count(document['forward_flops'])} FLOPs forward, "
         f"{format_count(document['backward_flops'])} backward, "
         f"{format_bytes(document['saved_bytes'])} saved for backward in {captured.computed_in}",
         *([] if captured.images is None else [f"one sample: {captured.tokens:,} tokens, with {captured.images}"]),
-        f"precisions: {', '.join(captured.graphs)}",
+        f"precisions: {', '.join(_PRECISION_WORDS.get(each, each) for each in captured.graphs)}",
+        *(["loss: that of the output, or the sum of what forward returns; --loss names yours"] if sums else []),
         *(f"not {precision}: {why}" for precision, why in captured.refused.items()),
         *(_rank_text(rank) for rank in document["tensor_parallel"]),
         "",

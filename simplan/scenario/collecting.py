@@ -235,6 +235,8 @@ _OTHER_WORDS = {
     "run.num_steps": "max_steps train_iters train_steps training_steps num_iterations",
     "reliability.device_mtbf_h": "failures failure failure_rate mtbf mtbf_h mtbf_hours mtbf_s mttf mttf_h gpu_mtbf_h",
     "reliability.node_mtbf_h": "node_failures node_mttf_h",
+    "checkpoint.interval_s": "checkpoint_every_s save_interval_s",
+    "checkpoint.blocking_s": "checkpoint_s",
     "checkpoint.interval_steps": "save_interval save_steps checkpoint_every checkpoint_interval",
     "recovery.restart_s": "restart_time_s restart_time",
     "recovery.spares": "hot_spares spare_nodes num_spares",

@@ -21,6 +21,7 @@ from simplan.base import MAX_COUNT, Spec
 from simplan.cluster.hardware import ClusterSpec
 from simplan.document import Document, parse_yaml
 from simplan.document import Path as KeyPath
+from simplan.documentation import documentation
 from simplan.errors import Problem, SpecError
 from simplan.goodput.sections import SECTIONS, RunLength
 from simplan.interop.configuration import Configuration
@@ -503,7 +504,11 @@ def _parsed(file: ConfigFile, framework: str | None) -> tuple[Document, str, boo
         raise SpecError(Problem(field="", rule=rule, fix=_WITHOUT_FILE), file=file.name)
     if file.yaml is None and path.suffix == ".py":
         rule = "is a Python script, which simplan does not run"
-        fix = "give the command that launches it, as a shell script, or its arguments as JSON or YAML"
+        fix = (
+            "give the command that launches it, as a shell script, or its arguments as JSON or YAML; of a torch module "
+            f"in it make a file: `simplan capture {path.stem}:MODULE --inputs {path.stem}:BATCH -o model.json` "
+            f"({documentation('how-to/your-own-model')})"
+        )
         raise SpecError(Problem(field="", rule=rule, fix=fix), file=file.name)
     if file.yaml is None and path.suffix in _SCRIPTS:
         raise unknown_script(file.text, file.name, file.folder)

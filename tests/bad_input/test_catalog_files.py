@@ -174,3 +174,47 @@ def test_profile_is_executed_only_if_it_says_so_itself(profile: Callable[[str], 
     for text, executable in (("like: torch", False), ("like: torch\nexecutable: true", True)):
         assert profile(f"{text}\nzero_stages: [0, 1]") == ""
         assert catalog.software("mine").executable is executable
+
+
+@pytest.mark.parametrize("base", ["torchtitan", "torch"])
+def test_profile_keeps_its_own_reserve_under_the_rates_of_another(base: str, profile: Callable[[str], str]) -> None:
+    """What the user wrote counts, also where the profile that it is like has ``rates_of``."""
+    keys = ("reserve_fraction", "compiled_reserve_fraction")
+    own = "reserve_fraction: 0.3\nsources: {reserve_fraction: our fork}"
+    assert profile(f"like: {base}\n{own}") == ""
+    mine, other = catalog.software("mine"), catalog.software(base)
+    assert [getattr(mine, key) for key in keys] == [0.3, other.compiled_reserve_fraction]
+    assert mine.sources["reserve_fraction"] == "our fork"
+    assert mine.sources[keys[1]] == other.sources[keys[1]]
+    assert profile(f"like: megatron-core\nrates_of: torchtitan-2024\n{own}") == ""
+    assert catalog.software("mine").reserve_fraction == 0.3
+
+
+def test_source_of_another_profile_is_not_shown_for_a_changed_value(profile: Callable[[str], str]) -> None:
+    """Nor the versions of the other profile: `pytest tests/catalog` asks for both."""
+    assert profile("like: torch\nbucket_bytes: 1048577\nfirst_bucket_bytes: 1048576") == ""
+    mine, torch = catalog.software("mine"), catalog.software("torch")
+    assert "bucket_bytes" not in mine.sources
+    assert mine.sources["first_bucket_bytes"] == torch.sources["first_bucket_bytes"]  # the same value
+    assert mine.stands_for == "" != torch.stands_for
+
+
+def test_preset_of_failures_says_where_each_rate_is_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user reads what to add, before any test."""
+    whole = catalog._parsed("reliability")
+    entry = {
+        "description": "ours",
+        "causes": [{"name": "disk", "per": "node", "mtbf_h": 1000}, {"name": "fan", "per": "node", "mtbf_h": 9000}],
+        "sources": {"causes.disk": "tickets"},
+    }
+    refusals: tuple[tuple[dict[str, str], str], ...] = (
+        ({}, "reliability.mine.fitted_on: is missing; add fitted_on: ..."),
+        ({"fitted_on": "tickets"}, "reliability.mine.sources.causes.fan: is missing; add causes.fan: ..."),
+        ({"fitted_on": "tickets"}, "reliability.mine.sources.scope: is missing; add scope: ..."),
+    )
+    for more, sentence in refusals:
+        presets = whole | {"reliability": whole["reliability"] | {"mine": entry | more}}
+        monkeypatch.setattr(catalog, "_parsed", lambda name, presets=presets: presets)
+        with pytest.raises(SpecError) as caught:
+            catalog.reliability("mine")
+        assert sentence in str(caught.value)

@@ -17,6 +17,7 @@ import typer.main
 import simplan as package
 from simplan import catalog
 from simplan.cli.app import app
+from simplan.cli.listing import listing
 from simplan.interop.formats import formats
 from simplan.report.html import html_report
 from simplan.scenario import METRICS
@@ -347,6 +348,16 @@ def test_show_lists_and_details(kind: str, simplan: Simplan) -> None:
     assert text[1].startswith(name)
     assert name in simplan("show", kind, name).stdout
     assert json.loads(simplan("show", kind, name, "--json").stdout)["entry"]
+
+
+def test_schedule_may_say_its_order_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schedule that was added without a word on its bubble is listed."""
+
+    def mine() -> None:
+        """All forwards."""
+
+    monkeypatch.setattr("simplan.cli.listing.SCHEDULES", {"mine": mine})
+    assert [(row["name"], row["order"]) for row in listing("schedules")] == [("mine", "All forwards.")]
 
 
 def test_show_takes_a_singular_and_leads_from_a_key_to_its_section(simplan: Simplan) -> None:

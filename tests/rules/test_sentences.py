@@ -154,8 +154,8 @@ def test_frameworks_that_reduce_every_microbatch_reject_step() -> None:
         ({"dp_shard": 8192, "zero_stage": 1}, {"num_microbatches": 1}, "plan.zero_stage = 1: an update of 8,192 "
          "shards, each of which one broadcast sends to all others, is not modeled yet; use 2 or 3, or 4,096 shards or "
          "fewer"),
-        ({"pp": 2, "schedule": "none"}, {}, "plan.schedule = none: a pipeline of 2 ranks needs a schedule; use naive, "
-         "gpipe, 1f1b, interleaved_1f1b, zb-h1, zb-h2, zb-1p, zb-2p, zb-v or dualpipe-v"),
+        ({"pp": 2, "schedule": "none"}, {}, "plan.schedule = none: a pipeline of 2 ranks needs a schedule; use "
+         + " or ".join(", ".join(name for name in SCHEDULES if name != "none").rsplit(", ", 1))),
         ({"pp": 2, "schedule": "zb-v", "virtual_stages": 1}, {}, "plan.virtual_stages = 1: must be 2 with zb-v, which "
          "goes down the ranks and back up; remove it"),
         ({"pp": 2, "schedule": "zb-h1", "recompute": "full"}, {}, "plan.recompute = full: would recompute layers in "

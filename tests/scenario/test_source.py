@@ -175,6 +175,7 @@ def test_unknown_names_are_compared_with_files_and_models(tmp_path: Path, monkey
         scenario_from("empty")
     Path("train.py").write_text("import os\ndef main(x):\n    return {x: [1\n")
     assert refusal("train.py").startswith("train.py: is a Python script, which simplan does not run; give the command")
+    assert "`simplan capture train:MODULE --inputs train:BATCH -o model.json`" in refusal("train.py")
 
 
 def test_overrides_change_a_file_and_replace_what_contradicts_them(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ which are torch's where torch has them. Bytes per element are what single kernel
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from simplan.model.layer import CollectiveKind, LayerSpec
@@ -66,23 +66,22 @@ Steps = Iterator[BucketStep]
 
 def bucket_steps(compression: Compression, bucket: Bucket, num_ranks: int) -> Steps:
     """Yields the steps of one bucket of FP32 gradients over a group of ranks."""
-    yield from _STEPS[compression.kind](compression, bucket, num_ranks)
+    steps = _STEPS[compression.kind] if compression.bits is None else _quantized
+    yield from steps(compression, bucket, num_ranks)
 
 
 def state_bytes(compression: Compression, bucket: Bucket, num_ranks: int) -> int:
     """Bytes that a rank keeps between steps for a bucket: errors, and factors of PowerSGD."""
     kept = bucket.num_bytes if compression.keeps_errors else 0
-    match compression.kind:
-        case "powersgd" if compression.batched:  # padded to a square; P is made anew
-            side, rank = _square(compression, bucket)
-            return _FP32 * (side * side * compression.keeps_errors + side * rank)
-        case "powersgd":
-            return kept + _FP32 * sum(_factors(compression, bucket))
-        case "int8" | "int4" | "one_bit" | "one_bit_adam":  # of all parts, and of the mean of the own part
-            part = quantized_part(bucket.num_bytes // _FP32, num_ranks)
-            return _FP32 * part * (num_ranks + 1) if kept else 0
-        case "fp16" | "bf16" | "top_k" | "random_k":
-            return kept
+    if compression.bits is not None:  # of all parts, and of the mean of the own part
+        part = quantized_part(bucket.num_bytes // _FP32, num_ranks)
+        return _FP32 * part * (num_ranks + 1) if kept else 0
+    if compression.kind != "powersgd":
+        return kept
+    if not compression.batched:
+        return kept + _FP32 * sum(_factors(compression, bucket))
+    side, rank = _square(compression, bucket)  # padded to a square; P is made anew
+    return _FP32 * (side * side * compression.keeps_errors + side * rank)
 
 
 def _sixteen_bits(compression: Compression, bucket: Bucket, num_ranks: int) -> Steps:
@@ -144,15 +143,20 @@ def _random_k(compression: Compression, bucket: Bucket, num_ranks: int) -> Steps
     )
 
 
-_BITS = {"int8": 8, "int4": 4, "one_bit": 1, "one_bit_adam": 1}
-_ENCODE: dict[int, tuple[int, int]] = {8: (38, 5), 4: (43, 8), 1: (34, 7)}
-"""By bits, bytes per element, and kernels, to compress: magnitudes, scales of blocks, numbers or packed signs."""
-_DECODE: dict[int, tuple[int, int]] = {8: (14, 4), 4: (18, 6), 1: (14, 3)}
+QUANTIZER_KERNELS: Mapping[int, tuple[tuple[int, int], tuple[int, int]]] = {
+    8: ((38, 5), (14, 4)),
+    4: ((43, 8), (25, 6)),
+    1: ((34, 7), (14, 3)),
+}
+"""By bits, bytes per element and kernels to compress (magnitudes, scales of blocks, packed numbers or signs), and back.
+
+A test compares the bytes with those of the executor's functions."""
 
 
 def _quantized(compression: Compression, bucket: Bucket, num_ranks: int) -> Steps:
-    bits, feeds = _BITS[compression.kind], compression.keeps_errors
-    (encode, encode_kernels), (decode, decode_kernels) = _ENCODE[bits], _DECODE[bits]
+    bits, feeds = compression.bits, compression.keeps_errors
+    assert bits is not None, compression
+    (encode, encode_kernels), (decode, decode_kernels) = QUANTIZER_KERNELS[bits]
     part = quantized_part(bucket.num_bytes // _FP32, num_ranks)
     padded = num_ranks * part
     copies = padded * _FP32 != bucket.num_bytes  # of values that are no whole blocks for every rank
@@ -316,11 +320,8 @@ _STEPS: dict[CompressionKind, Callable[[Compression, Bucket, int], Steps]] = {
     "powersgd": _powersgd,
     "top_k": _top_k,
     "random_k": _random_k,
-    "int8": _quantized,
-    "int4": _quantized,
-    "one_bit": _quantized,
-    "one_bit_adam": _quantized,
 }
+"""Of kinds that do not round values to few bits."""
 
 
 class CompressedDdpHooks(DdpHooks):

@@ -132,6 +132,8 @@ def test_length_and_price_given_twice_and_equal_are_taken() -> None:
         ({"recovery": {"mtbf": 3}}, "recovery.mtbf: is not a known key; write reliability.device_mtbf_h"),
         (with_keys("training", spares=3), "training.spares: is not a known key; write recovery.spares"),
         ({"save_interval": 5}, "save_interval: is not a known key; write checkpoint.interval_steps"),
+        ({"checkpoint": {"checkpoint_every_s": 9}}, "is not a known key; write checkpoint.interval_s"),
+        ({"reliability": "llama3-2024"}, "must be a mapping (key: value); write {preset: llama3-2024}"),
         ({"power": {}}, "power.device_w: is missing"),
         ({"expect": [{"metric": "goodput", "min": 0.9}], "run": None}, "expect: has goodput of a whole run, which"),
     ],
