@@ -29,21 +29,21 @@ _GOAL = 0.12
 
 def accuracy() -> list[BenchmarkRow]:
     """One row per model and plan, and their mean; step times of more ranks than cores are reported without a goal."""
-    found = cases()
+    all_cases = cases()
     calibrations: list[Calibration] = []
-    runs: dict[str, list[tuple[Prediction, Measurement]]] = {case.name: [] for case in found}
+    runs: dict[str, list[tuple[Prediction, Measurement]]] = {case.name: [] for case in all_cases}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(_ROUNDS):
             print(f"accuracy: round {number + 1} of {_ROUNDS}", flush=True)
             if number % 2 == 0:
-                calibrations.append(_calibrate(found))
+                calibrations.append(_calibrate(all_cases))
             else:
-                for case in found:
+                for case in all_cases:
                     prediction = case.predict(calibrations[-1])
                     run = _run(prediction, Path(folder) / f"{number} {case.name}")
                     runs[case.name].append((prediction, run))
     rows, errors, structures, held = [], [], [], []
-    for case in found:
+    for case in all_cases:
         predicted_s = [prediction.step_time_s for prediction, _ in runs[case.name]]
         measured_s = [seconds for _, run in runs[case.name] for seconds in run.step_times_s]
         middle_s, truth_s = statistics.median(predicted_s), statistics.median(measured_s)
@@ -89,11 +89,11 @@ def _run(prediction: Prediction, folder: Path) -> Measurement:
     return run_job(run_spec_of(prediction, **options), folder)
 
 
-def _calibrate(found: list[AccuracyCase]) -> Calibration:
+def _calibrate(all_cases: list[AccuracyCase]) -> Calibration:
     """Calibrate for all cases, once per number of ranks."""
     total: Calibration | None = None
     for num_ranks, budget_s in _CALIBRATION_S.items():
-        mine = [case for case in found if case.num_ranks == num_ranks]
+        mine = [case for case in all_cases if case.num_ranks == num_ranks]
         shapes = {
             (case.model.name, case.plan.shard): ShapeRequest(
                 model=case.model, shard=case.plan.shard, microbatch_size=MICROBATCH_SIZE

@@ -114,10 +114,10 @@ class AccuracyCase:
 def cases() -> list[AccuracyCase]:
     """Every plan with one model in turn, basic plans with both; FSDP in pipelines requires untied weights."""
     _, llama = _MODELS
-    found = []
+    all_cases = []
     for number, (name, plan) in enumerate(_PLANS.items()):
         models = _MODELS if name in _BOTH_MODELS else (_MODELS[number % len(_MODELS)],)
         if plan.pp > 1 and plan.shards_parameters:
             models = (llama,)
-        found += [AccuracyCase(model, name) for model in models]
-    return found
+        all_cases += [AccuracyCase(model, name) for model in models]
+    return all_cases

@@ -39,7 +39,7 @@ def figures() -> dict[str, Any]:
             parts[part].append(outcome)
     return {
         "overall": _mean(outcomes),
-        "partitions": {part: _mean(own) for part, own in sorted(parts.items()) if len(own) >= _FEWEST},
+        "partitions": {part: _mean(errors) for part, errors in sorted(parts.items()) if len(errors) >= _FEWEST},
         "runs": sorted(outcome.run.id for outcome in outcomes),
     }
 
@@ -47,7 +47,7 @@ def figures() -> dict[str, Any]:
 def _partitions(outcome: RunOutcome) -> list[str]:
     job = outcome.run.known_job
     parameters = job.model.num_parameters
-    size = next((words for most, words in _SIZES if parameters < most), "100 billion parameters and more")
+    size = next((words for limit, words in _SIZES if parameters < limit), "100 billion parameters and more")
     file = Path(outcome.file)
     software = outcome.run.fallback_for or job.software.id
     return [f"{file.parent.name}/{file.stem}", job.cluster.device.id, software, job.training.precision, size]
@@ -65,18 +65,20 @@ def _mean(outcomes: list[RunOutcome]) -> dict[str, float]:
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Sentences on what got worse by more than is allowed."""
-    found = []
+    sentences = []
     rows = [("all runs", before["overall"], now["overall"], MOST_OVERALL)]
     rows += [
         (part, old, now["partitions"][part], MOST_IN_PARTITION)
         for part, old in before["partitions"].items()
         if part in now["partitions"]
     ]
-    for part, old, new, most in rows:
-        if new["mean_error"] > old["mean_error"] + most:
-            found.append(f"{part}: mean error {new['mean_error']} % ({old['mean_error']} % before); at most +{most}")
+    for part, old, new, allowed in rows:
+        if new["mean_error"] > old["mean_error"] + allowed:
+            sentences.append(
+                f"{part}: mean error {new['mean_error']} % ({old['mean_error']} % before); at most +{allowed}"
+            )
     lost = sorted(set(before["runs"]) - set(now["runs"]))
-    return [*found, *(f"{run}: is not predicted any more" for run in lost)]
+    return [*sentences, *(f"{run}: is not predicted any more" for run in lost)]
 
 
 def main() -> int:

@@ -109,20 +109,20 @@ def support_section(outcomes: Iterable[RunOutcome], today: datetime.date) -> str
 
 
 def _device_rows(device: str, levels: Mapping[_Level, list[RunOutcome]]) -> Iterator[list[str]]:
-    own = {key: found for key, found in levels.items() if key[0] == device}
-    for (_, framework, precision), found in sorted(own.items()):
-        figures = step_time_figures(found)
-        fitted = sum(map(_is_fitted, found))
+    of_device = {key: outcomes for key, outcomes in levels.items() if key[0] == device}
+    for (_, framework, precision), outcomes in sorted(of_device.items()):
+        figures = step_time_figures(outcomes)
+        fitted = sum(map(_is_fitted, outcomes))
         mean, inside = figures.errors.mape, figures.interval_coverage
-        cells = [str(len(found)), str(fitted), _percent(mean), _percent(inside, digits=0)]
+        cells = [str(len(outcomes)), str(fitted), _percent(mean), _percent(inside, digits=0)]
         yield [f"`{device}`", framework, precision, *cells]
-    seen = {precision for _, _, precision in own}
+    seen = {precision for _, _, precision in of_device}
     peaks = catalog.device(device).peak_flop_per_s
     missing = [precision for precision in get_args(Precision) if precision in peaks and precision not in seen]
     if missing:
         yield [f"`{device}`", "any", ", ".join(missing), "0", "0", "", ""]
     current = {name for name in catalog.names("software") if not re.search(r"-20\d\d$", name)}
-    others = sorted(current - {framework for _, framework, _ in own})
+    others = sorted(current - {framework for _, framework, _ in of_device})
     yield [f"`{device}`", ", ".join(others), "any", "0", "0", "", ""]
 
 

@@ -12,8 +12,8 @@ from typing import Any
 def alone(module: str, *arguments: str) -> dict[str, Any]:
     """Run ``python -m module`` and parse the JSON that it prints."""
     command = [sys.executable, "-m", module, *arguments]
-    found: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return found
+    result: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return result
 
 
 def peak_bytes() -> int:

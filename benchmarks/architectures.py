@@ -128,7 +128,7 @@ def _shrink(data: dict[str, Any]) -> None:
     wanted = _NUM_LAYERS_OF_KINDS if has_kinds else _NUM_LAYERS
     for key, value in [*data.items()]:
         if key == "per_layer_config" and isinstance(value, dict):
-            data[key] = {layer: each for layer, each in value.items() if int(layer) < wanted}
+            data[key] = {layer: setting for layer, setting in value.items() if int(layer) < wanted}
         elif isinstance(value, dict):
             _shrink(value)
         elif key in keys:
@@ -140,7 +140,7 @@ def _shrink(data: dict[str, Any]) -> None:
         elif isinstance(value, list) and depth > wanted and len(value) == depth:
             data[key] = value[:wanted]
         elif key == "depths":
-            data[key] = [min(_NUM_LAYERS, each) for each in value]
+            data[key] = [min(_NUM_LAYERS, number) for number in value]
         elif isinstance(value, float) and "drop" in str(key):
             data[key] = 0.0
     for key in ("decoder_start_token_id", "pad_token_id"):
@@ -160,7 +160,7 @@ def judged(module: nn.Module, batch: Batch, kind: str = "") -> Judged:
     """
     captured = model_from_module(module, batch, precisions=("fp32",))
     layers = captured_layers(captured)
-    own = sum(parameter.numel() for parameter in module.parameters())
+    num_parameters = sum(parameter.numel() for parameter in module.parameters())
     try:
         saved, forward, backward = counted_by_torch(module, batch)
     except NEEDS_VALUES:  # torch has no counters for a batch with values and weights without
@@ -169,10 +169,10 @@ def judged(module: nn.Module, batch: Batch, kind: str = "") -> Judged:
     return Judged(
         kind=kind,
         module=type(module).__name__,
-        num_parameters=own,
-        has_all=ModelSpec(name=kind, family="captured", captured=captured).num_parameters == own,
+        num_parameters=num_parameters,
+        has_all=ModelSpec(name=kind, family="captured", captured=captured).num_parameters == num_parameters,
         num_blocks=sum(1 for name in captured.modules if name),
-        unused=sum(prod(parameter.shape) for parameter in captured.unused) / own,
+        unused=sum(prod(parameter.shape) for parameter in captured.unused) / num_parameters,
         saved=_difference(saved_bytes(layers), saved),
         forward=_difference(NUM_SAMPLES * sum(kernel.flops for kernel in matmuls), forward),
         backward=_difference(NUM_SAMPLES * sum(kernel.flops * kernel.backward_matmuls for kernel in matmuls), backward),
@@ -201,8 +201,8 @@ def counted_by_torch(module: nn.Module, batch: Batch) -> tuple[int, int, int]:
     """Bytes that autograd saves, without weights and the batch, and FLOPs of forward and of backward; 0 for unknown."""
     with FakeTensorMode(allow_non_fake_inputs=True), as_on_gpus():
         fake = fake_module(module, torch.float32).train()
-        given = tree_map(lambda leaf: fake_tensor(leaf, torch.float32) if isinstance(leaf, Tensor) else leaf, batch(5))
-        known = {_storage(t) for t in (*fake.parameters(), *fake.buffers(), *tree_leaves(given)) if _is_tensor(t)}
+        inputs = tree_map(lambda leaf: fake_tensor(leaf, torch.float32) if isinstance(leaf, Tensor) else leaf, batch(5))
+        known = {_storage(t) for t in (*fake.parameters(), *fake.buffers(), *tree_leaves(inputs)) if _is_tensor(t)}
         kept: WeakSet[_Saved] = WeakSet()
 
         def pack(tensor: Tensor) -> _Saved:
@@ -210,7 +210,7 @@ def counted_by_torch(module: nn.Module, batch: Batch) -> tuple[int, int, int]:
             return saved
 
         def loss() -> Tensor:
-            return loss_of(fake(**given) if isinstance(given, dict) else fake(*given), None)
+            return loss_of(fake(**inputs) if isinstance(inputs, dict) else fake(*inputs), None)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
             total = loss()
@@ -333,27 +333,27 @@ counted by their shapes. Bytes are those that autograd still keeps when forward 
 """
 
 
-def page(found: Sequence[Judged], transformers: str, torch_version: str) -> str:
+def page(judgments: Sequence[Judged], transformers: str, torch_version: str) -> str:
     """Text of the page."""
-    captured = [each for each in found if not each.refused]
-    exact = [each for each in captured if each.is_exact]
-    refused = [each for each in found if each.refused and each.is_built]
-    unbuilt = [each for each in found if not each.is_built]
+    captured = [judged for judged in judgments if not judged.refused]
+    exact = [judged for judged in captured if judged.is_exact]
+    refused = [judged for judged in judgments if judged.refused and judged.is_built]
+    unbuilt = [judged for judged in judgments if not judged.is_built]
     head = _HEAD.format(
         transformers=transformers,
         torch=torch_version,
         tried=len(captured) + len(refused),
         captured=len(captured),
-        same=sum(each.has_all for each in captured),
+        same=sum(judged.has_all for judged in captured),
         exact=len(exact),
         refused=len(refused),
         unbuilt=len(unbuilt),
     )
-    texts = [each for each in exact if each.unused > _FEW]
-    others = [each for each in captured if not each.is_exact]
+    texts = [judged for judged in exact if judged.unused > _FEW]
+    others = [judged for judged in captured if not judged.is_exact]
     parts = [
         "## Captured",
-        _words(each for each in exact if each.unused <= _FEW),
+        _words(judged for judged in exact if judged.unused <= _FEW),
         "With a part that takes no part, such as the tower of a vision-language model whose images differ in size, and "
         "which is given texts alone:",
         _words(texts),
@@ -364,7 +364,7 @@ def page(found: Sequence[Judged], transformers: str, torch_version: str) -> str:
         "\n## Refused",
         "A batch of your own often helps: [capture the module](../how-to/your-own-model.md) that a function makes.\n",
         "| architecture | why |\n|---|---|",
-        *(f"| `{each.kind}` | {_cell(each.refused)} |" for each in refused),
+        *(f"| `{judged.kind}` | {_cell(judged.refused)} |" for judged in refused),
         "\n## Not built from the default configuration",
         _words(unbuilt),
     ]
@@ -377,7 +377,9 @@ def _cell(text: str) -> str:
 
 
 def _words(some: Iterable[Judged]) -> str:
-    return "\n" + textwrap.fill(", ".join(f"`{each.kind}`" for each in some), 120, break_on_hyphens=False) + "\n"
+    return (
+        "\n" + textwrap.fill(", ".join(f"`{judgment.kind}`" for judgment in some), 120, break_on_hyphens=False) + "\n"
+    )
 
 
 def _percent(difference: float | None) -> str:
@@ -389,12 +391,12 @@ def main(kinds: Sequence[str]) -> None:
     import transformers
 
     torch.set_num_threads(1)
-    found = []
-    for each in all_judged(kinds or whole_models()):
-        print(json.dumps(asdict(each)), flush=True)
-        found.append(each)
+    judgments = []
+    for judgment in all_judged(kinds or whole_models()):
+        print(json.dumps(asdict(judgment)), flush=True)
+        judgments.append(judgment)
     if not kinds:
-        PAGE.write_text(page(found, transformers.__version__, torch.__version__))
+        PAGE.write_text(page(judgments, transformers.__version__, torch.__version__))
 
 
 if __name__ == "__main__":

@@ -45,15 +45,15 @@ def compiled_speed() -> list[BenchmarkRow]:
 
 
 def _ratio_row() -> BenchmarkRow:
-    found = alone("benchmarks.compiled_speed", "ratio")
-    ratios = [simpy_s / compiled_s for simpy_s, compiled_s in zip(found["simpy_s"], found["vector_s"], strict=True)]
-    simpy_s, vector_s, compile_s = (statistics.median(found[key]) for key in ("simpy_s", "vector_s", "compile_s"))
+    times = alone("benchmarks.compiled_speed", "ratio")
+    ratios = [simpy_s / compiled_s for simpy_s, compiled_s in zip(times["simpy_s"], times["vector_s"], strict=True)]
+    simpy_s, vector_s, compile_s = (statistics.median(times[key]) for key in ("simpy_s", "vector_s", "compile_s"))
     return BenchmarkRow(
         "SimPy over compiled engine, Level 2 step of Llama 3 70B, tp 8, pp 4, 32 microbatches, a duration vector",
         "",
         f"{statistics.median(ratios):.0f} (of {_ROUNDS} rounds {min(ratios):.0f} to {max(ratios):.0f}; "
         f"{1e3 * simpy_s:.0f} ms over {1e3 * vector_s:.2f} ms, {_VECTORS} vectors at once; making the arrays of "
-        f"{found['num_ops']:,} operations takes {1e3 * compile_s:.0f} ms)",
+        f"{times['num_ops']:,} operations takes {1e3 * compile_s:.0f} ms)",
         ok=True,
     )
 
@@ -99,8 +99,8 @@ def _interleaved_row() -> BenchmarkRow:
 
 def _time(run: Callable[..., Any], *arguments: object) -> tuple[float, Any]:
     start_s = time.perf_counter()
-    found = run(*arguments)
-    return time.perf_counter() - start_s, found
+    result = run(*arguments)
+    return time.perf_counter() - start_s, result
 
 
 def _ratio() -> dict[str, Any]:
@@ -125,8 +125,10 @@ def _llama_405b() -> Prediction:
 
 
 def _folded() -> dict[str, Any]:
-    predict_s, found = _time(_llama_405b)
-    step_s, simulated = _time(lambda: simulate_program(build_program(found), _cost(found), StepContext.of(found.job)))
+    predict_s, prediction = _time(_llama_405b)
+    step_s, simulated = _time(
+        lambda: simulate_program(build_program(prediction), _cost(prediction), StepContext.of(prediction.job))
+    )
     program = simulated.program
     return {
         "predict_s": predict_s,
@@ -177,8 +179,8 @@ def _predicted(plan: ParallelPlan, model: str, batch: int) -> Prediction:
     return predict(Job(catalog.model(model), cluster, training, plan, catalog.software("torch")), name=model)
 
 
-def _cost(found: Prediction) -> CostModel:
-    return cost_model(found.job, None)
+def _cost(prediction: Prediction) -> CostModel:
+    return cost_model(prediction.job, None)
 
 
 if __name__ == "__main__":

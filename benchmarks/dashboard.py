@@ -103,9 +103,9 @@ def _measured(number: _Number) -> Iterator[BenchmarkRow]:
 def _first_paint(page: str, chromium: Any, url: str, _: int) -> Iterator[BenchmarkRow]:
     address = f"{url}/{'' if page == 'plan' else page}?{_PLAN}"
     seen = [_load(chromium, address) for _ in range(_ROUNDS + 1)][1:]  # the first load fills the server's caches
-    first, whole = ([one[key] / 1e3 for one in seen] for key in ("first_ms", "whole_ms"))
-    found = f"{_spread(first)}; all of it drawn {_spread(whole)}"
-    yield BenchmarkRow(f"dashboard: {page}, first paint", "under 2 s", found, statistics.median(first) < 2)
+    first, whole = ([visit[key] / 1e3 for visit in seen] for key in ("first_ms", "whole_ms"))
+    times_text = f"{_spread(first)}; all of it drawn {_spread(whole)}"
+    yield BenchmarkRow(f"dashboard: {page}, first paint", "under 2 s", times_text, statistics.median(first) < 2)
 
 
 def _load(chromium: Any, address: str) -> dict[str, float]:
@@ -154,8 +154,10 @@ def _search(chromium: Any, url: str, _: int) -> Iterator[BenchmarkRow]:
     tab.context.close()
     name = "dashboard: search of GPT-3 175B on 1,024 devices"
     yield BenchmarkRow(f"{name}, first plans", "under 2 s", f"{first_s:.2f} s", first_s < 2)
-    found = f"another page opens in {other:.2f} s meanwhile; the searching one is busy for {longest_s:.2f} s at most"
-    yield BenchmarkRow(f"{name}, responsiveness", "under 2 s", found, other < 2)
+    answer_text = (
+        f"another page opens in {other:.2f} s meanwhile; the searching one is busy for {longest_s:.2f} s at most"
+    )
+    yield BenchmarkRow(f"{name}, responsiveness", "under 2 s", answer_text, other < 2)
 
 
 def _users(chromium: Any, url: str, pid: int) -> Iterator[BenchmarkRow]:
@@ -177,10 +179,10 @@ def _users(chromium: Any, url: str, pid: int) -> Iterator[BenchmarkRow]:
         tab.context.close()
     what = f"dashboard: {_USERS} users open a page each at once"
     yield BenchmarkRow(f"{what}: errors", "none", f"{bad}; first paint {_spread(first)}, beside ten browsers", not bad)
-    found = f"{(server_s - before[0]) / _USERS:.2f} s a user, its workers {(workers_s - before[1]) / _USERS:.1f} s"
-    yield BenchmarkRow(f"{what}: processor time of the server", "", found, ok=True)
-    found = f"{used / 2**30:.2f} GiB in {len(_family(pid))} processes (proportional set size)"
-    yield BenchmarkRow(f"{what}: memory of server and workers", "under 1.5 GiB", found, used < 1.5 * 2**30)
+    cpu_text = f"{(server_s - before[0]) / _USERS:.2f} s a user, its workers {(workers_s - before[1]) / _USERS:.1f} s"
+    yield BenchmarkRow(f"{what}: processor time of the server", "", cpu_text, ok=True)
+    cpu_text = f"{used / 2**30:.2f} GiB in {len(_family(pid))} processes (proportional set size)"
+    yield BenchmarkRow(f"{what}: memory of server and workers", "under 1.5 GiB", cpu_text, used < 1.5 * 2**30)
 
 
 def _crowd(chromium: Any, url: str, _: int) -> Iterator[BenchmarkRow]:
@@ -215,7 +217,7 @@ def _relative(chromium: Any, url: str, _: int) -> Iterator[BenchmarkRow]:
             moved["bare"].append(_move_slider(chromium, bare, "ArrowRight"))
             for name in ("plan", "known"):  # the same request twice
                 moved[name].append(_move_slider(chromium, changed, "ArrowLeft"))
-    answered, whole = ({name: [one[key] for one in times] for name, times in moved.items()} for key in _ANSWERS)
+    answered, whole = ({name: [visit[key] for visit in times] for name, times in moved.items()} for key in _ANSWERS)
     yield _ratio("Plan, first paint", opened_s["plan"], opened_s["bare"], 1.5)
     yield _ratio("a slider of Plan to the verdict", answered["plan"], answered["bare"], 2.0)
     yield _ratio("a slider of Plan to a known verdict", answered["known"], answered["bare"], 2.0)
@@ -288,11 +290,11 @@ def _move_slider(chromium: Any, url: str, key: str) -> dict[str, float]:
 
 def _family(pid: int) -> list[int]:
     """Ids of a process and all its descendants."""
-    found = [pid]
-    for parent in found:
+    members = [pid]
+    for parent in members:
         for children in Path(f"/proc/{parent}/task").glob("*/children"):
-            found += [int(child) for child in children.read_text().split()]
-    return found
+            members += [int(child) for child in children.read_text().split()]
+    return members
 
 
 def _used_bytes(pid: int) -> int:
@@ -307,12 +309,12 @@ def _used_bytes(pid: int) -> int:
 
 def _used_s(pid: int) -> tuple[float, float]:
     """CPU seconds so far, of the server and of its workers (Linux, see proc(5))."""
-    found = {}
+    seconds_of = {}
     for member in _family(pid):
         said = Path(f"/proc/{member}/stat").read_text().rpartition(")")[2].split()
         is_worker = b"app.jobs.worker" in Path(f"/proc/{member}/cmdline").read_bytes()
-        found[member] = is_worker, (int(said[11]) + int(said[12])) / os.sysconf("SC_CLK_TCK")
-    server, workers = (sum(s for worker, s in found.values() if worker is wanted) for wanted in (False, True))
+        seconds_of[member] = is_worker, (int(said[11]) + int(said[12])) / os.sysconf("SC_CLK_TCK")
+    server, workers = (sum(s for worker, s in seconds_of.values() if worker is wanted) for wanted in (False, True))
     return server, workers
 
 

@@ -93,11 +93,11 @@ def _ratios(plain: nn.Module, other: nn.Module) -> tuple[float, float]:
     x = torch.randn(1, 4, _SIZE, requires_grad=True)
     gradient = torch.randn(1, 4, _SIZE)
     runs = [(lambda b=block: b(x), lambda b=block: b(x).backward(gradient)) for block in (plain, other)]
-    found = []
+    ratios = []
     for _ in range(_ROUNDS):
         (forward, both), (other_forward, other_both) = [(_us(first), _us(second)) for first, second in runs]
-        found.append(((other_forward - forward) / both, (other_both - other_forward - both + forward) / both))
-    forwards, backwards = zip(*found[1:], strict=True)
+        ratios.append(((other_forward - forward) / both, (other_both - other_forward - both + forward) / both))
+    forwards, backwards = zip(*ratios[1:], strict=True)
     return statistics.median(forwards), statistics.median(backwards)
 
 

@@ -38,13 +38,13 @@ def executor_speed() -> list[BenchmarkRow]:
         goal = _GOALS.get(name, _GOAL)
         clock, cpu = (_Times.of(ranks, kind) for kind in (_WALL, _CPU))
         decides = cpu if len(ranks) == 1 else clock
-        found, recording = decides.ratios("plain", "executor"), decides.ratios("executor", "silent")
-        shown = _said(found)
+        overhead, recording = decides.ratios("plain", "executor"), decides.ratios("executor", "silent")
+        shown = _said(overhead)
         if decides is cpu:
             shown += f" of CPU time, {_said(clock.ratios('plain', 'executor'))} by the clock"
         step_ms = 1e3 * statistics.median(clock.by_way["executor"])
         against = f"{name}: plain PyTorch's step time / the executor's ({case.against})"
-        rows.append(BenchmarkRow(against, f">= {goal}", f"{shown}; {step_ms:.0f} ms a step", found[1] >= goal))
+        rows.append(BenchmarkRow(against, f">= {goal}", f"{shown}; {step_ms:.0f} ms a step", overhead[1] >= goal))
         cost = [ratio - 1 for ratio in recording]
         said = f"{cost[1]:+.1%} ({cost[0]:+.1%} to {cost[2]:+.1%})"
         rows.append(

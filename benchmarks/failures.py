@@ -211,9 +211,9 @@ def _losses(measurement: Measurement) -> list[float]:
     return [*(loss for part in measurement.earlier for loss in part.losses), *measurement.losses]
 
 
-def _error(found: Sequence[float], wanted: Sequence[float]) -> float:
-    assert len(found) == len(wanted), (len(found), len(wanted))
-    return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
+def _error(losses: Sequence[float], wanted: Sequence[float]) -> float:
+    assert len(losses) == len(wanted), (len(losses), len(wanted))
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True))
 
 
 _HEAD = """\
@@ -235,20 +235,19 @@ def main(names: Sequence[str]) -> None:
     rows.append("|---|---|---|---|---|---|---|---|")
     parts = ["| set-up | | " + " | ".join(_PARTS) + " |", "|---|---|" + "---|" * len(_PARTS)]
     print("\n".join(rows), flush=True)
-    found: list[Outcome] = []
+    results: list[Outcome] = []
     for set_up in set_ups():
         if names and set_up.name not in names:
             continue
         for outcome in outcomes(set_up, _KEPT / set_up.name):
-            found.append(outcome)
+            results.append(outcome)
             rows.append(_row(outcome))
             parts += _waterfall(outcome)
             print(rows[-1], flush=True)
-    inside = sum(bool(each.goodput.holds) for each in found)
-    equal = sum(each.error <= _TOLERANCE for each in found)
-    summary = (
-        f"Goodput is inside P5 to P95 in {inside} of {len(found)} runs; losses are equal to {_TOLERANCE:g} in {equal}."
-    )
+    inside = sum(bool(outcome.goodput.holds) for outcome in results)
+    equal = sum(outcome.error <= _TOLERANCE for outcome in results)
+    of_losses = f"losses are equal to {_TOLERANCE:g} in {equal}"
+    summary = f"Goodput is inside P5 to P95 in {inside} of {len(results)} runs; {of_losses}."
     print(summary, flush=True)
     if names:
         return

@@ -179,7 +179,7 @@ def _end(run: Run) -> None:
 
 
 def _processes_of(folder: Path) -> list[int]:
-    found = []
+    processes = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -187,8 +187,8 @@ def _processes_of(folder: Path) -> list[int]:
             except OSError:
                 continue
             if str(folder).encode() in words and int(entry.name) != os.getpid():
-                found.append(int(entry.name))
-    return found
+                processes.append(int(entry.name))
+    return processes
 
 
 def _kill_rank(bench: Bench) -> Ended:

@@ -68,12 +68,12 @@ def _numbers_of_search(run: Callable[[], SearchResult]) -> dict[str, Any]:
     """Ranked plans and the front; counts and what follows from them change with the bounds of a search."""
     start_s = time.process_time()
     result = run()
-    found = result.to_json()
+    document = result.to_json()
     plans = {
-        key: [{field: value for field, value in plan.items() if field != "alike"} for plan in found[key]]
+        key: [{field: value for field, value in plan.items() if field != "alike"} for plan in document[key]]
         for key in ("ranked", "pareto")
     }
-    information = {key: found[key] for key in ("space", "nearest_misses", "changes")}
+    information = {key: document[key] for key in ("space", "nearest_misses", "changes")}
     return {**plans, "information": information | {"cpu_s": time.process_time() - start_s}}
 
 
@@ -108,9 +108,9 @@ def freeze(kinds: Sequence[str], search_files: Sequence[Path], out: Path) -> dic
 def _plain(value: Any) -> Any:
     """As JSON reads it again, with hashes of long texts such as action tables."""
     if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if isinstance(value, str) and len(value) > _LONG_TEXT:
         return sha256(value.encode()).hexdigest()
     return value
@@ -143,13 +143,13 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
         common = [name for name in entries if name in old]
         print(f"{kind}: {len(common)} compared; {len(entries) - len(common)} only after")
         for name in common:
-            found = [*differences(_compared(old[name]), _compared(entries[name]), f"{kind} {name}")]
-            for place, difference in enumerate(found):
+            changes = [*differences(_compared(old[name]), _compared(entries[name]), f"{kind} {name}")]
+            for place, difference in enumerate(changes):
                 if place == _SHOWN:
-                    print(f"  and {len(found) - place} more of {name}")
+                    print(f"  and {len(changes) - place} more of {name}")
                     break
                 print(f"  {difference}")
-            num_differences += len(found)
+            num_differences += len(changes)
     print(f"{num_differences} differences")
     return 1 if num_differences else 0
 
@@ -165,9 +165,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--only", nargs="+", choices=[*_KINDS], default=[*_KINDS], help="what is frozen")
     parser.add_argument("--searches", nargs="*", type=Path, default=_SEARCHES, help="searches instead of all")
     parser.add_argument("--compare", type=Path, help="numbers frozen before")
-    given = parser.parse_args(arguments)
-    frozen = freeze(given.only, given.searches, given.out)
-    return 0 if given.compare is None else compare(json.loads(given.compare.read_text()), frozen)
+    options = parser.parse_args(arguments)
+    frozen = freeze(options.only, options.searches, options.out)
+    return 0 if options.compare is None else compare(json.loads(options.compare.read_text()), frozen)
 
 
 if __name__ == "__main__":

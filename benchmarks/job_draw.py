@@ -105,12 +105,12 @@ def _mended(document: Document, num_microbatches: int) -> Scenario | None:
             return scenario
         except SpecError as error:
             refused = {tuple(problem.field.split(".")[:2]) for problem in error.problems}
-        found = [path for path in refused if len(path) == 2 and path[1] in document[path[0]]]
-        for section, key in found:
+        left = [path for path in refused if len(path) == 2 and path[1] in document[path[0]]]
+        for section, key in left:
             if key in _NEEDED:
                 return None
             del document[section][key]
-        if not found:
+        if not left:
             return None
     return None
 
@@ -193,13 +193,13 @@ class _Draw:
 
     def _mesh(self, model: ModelSpec, devices_per_node: int) -> Document:
         """Parallel degrees whose product is any number of devices that fills nodes."""
-        most = max(self._log_uniform(1, _MOST_DEVICES) for _ in range(2))
+        max_devices = max(self._log_uniform(1, _MOST_DEVICES) for _ in range(2))
         heads = divisors(model.num_attention_heads or 1)
-        tp = self._degree("tp", [degree for degree in heads if degree <= min(most, devices_per_node)])
-        cp = self._degree("cp", [degree for degree in (1, 2, 4, 8, 16) if degree * tp <= most])
-        pp = self._degree("pp", range(1, min(model.num_blocks, 64, most // (tp * cp)) + 1))
+        tp = self._degree("tp", [degree for degree in heads if degree <= min(max_devices, devices_per_node)])
+        cp = self._degree("cp", [degree for degree in (1, 2, 4, 8, 16) if degree * tp <= max_devices])
+        pp = self._degree("pp", range(1, min(model.num_blocks, 64, max_devices // (tp * cp)) + 1))
         inner = tp * cp * pp
-        dp = self._rounded(most // inner)
+        dp = self._rounded(max_devices // inner)
         if inner * dp > devices_per_node:
             unit = devices_per_node // math.gcd(devices_per_node, inner)
             dp = max(1, dp // unit) * unit
@@ -217,8 +217,8 @@ class _Draw:
         if pp == 1:
             return {}
         schedule = self._usually("schedule", "1f1b", tuple(SCHEDULE_FACTS))
-        fixed, most = SCHEDULE_FACTS[schedule].virtual_stages, max(2, model.num_blocks // pp)
-        stages = self._random.randint(2, most) if fixed is None else fixed
+        fixed, max_stages = SCHEDULE_FACTS[schedule].virtual_stages, max(2, model.num_blocks // pp)
+        stages = self._random.randint(2, max_stages) if fixed is None else fixed
         return {"schedule": schedule, "virtual_stages": stages}
 
     def _options(self, model: ModelSpec, plan: Document) -> Document:

@@ -51,23 +51,23 @@ def predict_speed() -> Iterator[BenchmarkRow]:
     as in a search.
     """
     for name, goal_s in _GOALS_S.items():
-        found = alone("benchmarks.predict_speed", *name.split())
+        result = alone("benchmarks.predict_speed", *name.split())
         yield BenchmarkRow(
             f"first predict of a process {name}",
             "",
-            f"{found['first_s']:.3f} s, {found['import_s'] + found['first_s']:.3f} s with imports; the second "
-            f"{found['second_s']:.3f} s; {found['first_bytes'] / 2**20:.0f} MiB",
+            f"{result['first_s']:.3f} s, {result['import_s'] + result['first_s']:.3f} s with imports; the second "
+            f"{result['second_s']:.3f} s; {result['first_bytes'] / 2**20:.0f} MiB",
             ok=True,
         )
-        memory = f"; {found['peak_bytes'] / 2**20:.0f} MiB"
-        yield _row(f"predict {name}", goal_s, found["predict_s"], memory)
-        yield _row(f"truncated step with memory {name}", _TRUNCATED_S, found["truncated_s"])
+        memory = f"; {result['peak_bytes'] / 2**20:.0f} MiB"
+        yield _row(f"predict {name}", goal_s, result["predict_s"], memory)
+        yield _row(f"truncated step with memory {name}", _TRUNCATED_S, result["truncated_s"])
 
 
 def _row(what: str, goal_s: float, seconds: list[float], more: str = "") -> BenchmarkRow:
     middle_s = statistics.median(seconds)
-    found = f"{middle_s:.3f} s (of {_ROUNDS} {min(seconds):.3f} to {max(seconds):.3f}){more}"
-    return BenchmarkRow(what, f"at most {goal_s} s", found, middle_s <= goal_s)
+    time_text = f"{middle_s:.3f} s (of {_ROUNDS} {min(seconds):.3f} to {max(seconds):.3f}){more}"
+    return BenchmarkRow(what, f"at most {goal_s} s", time_text, middle_s <= goal_s)
 
 
 def _measured(size: str, framework: str, schedule: str) -> dict[str, Any]:

@@ -73,14 +73,14 @@ def rows(costs: Sequence[JobCost]) -> Iterator[BenchmarkRow]:
     by_time = sorted(costs, key=lambda cost: cost.cpu_s, reverse=True)
     slow = [cost for cost in by_time if cost.cpu_s > _GOAL_S]
     middle_s, most_s = (by_time[len(by_time) * share // 100].cpu_s for share in (50, 1))
-    found = f"{len(slow)} (median {middle_s:.2f} s, 99 % up to {most_s:.2f} s; most {_listed(by_time)})"
-    yield BenchmarkRow(f"{what}: over {_GOAL_S:.0f} s of CPU", "none", found, not slow)
+    slow_text = f"{len(slow)} (median {middle_s:.2f} s, 99 % up to {most_s:.2f} s; most {_listed(by_time)})"
+    yield BenchmarkRow(f"{what}: over {_GOAL_S:.0f} s of CPU", "none", slow_text, not slow)
 
     by_memory = sorted(costs, key=lambda cost: cost.peak_bytes, reverse=True)
     large = [cost for cost in by_memory if cost.peak_bytes > _GOAL_BYTES or cost.ended == "memory"]
     middle_bytes = by_memory[len(by_memory) // 2].peak_bytes
-    found = f"{len(large)} (median {middle_bytes / 2**30:.2f} GiB; most {_listed(by_memory)})"
-    yield BenchmarkRow(f"{what}: over 1 GiB", "none", found, not large)
+    slow_text = f"{len(large)} (median {middle_bytes / 2**30:.2f} GiB; most {_listed(by_memory)})"
+    yield BenchmarkRow(f"{what}: over 1 GiB", "none", slow_text, not large)
 
     wrong = [cost for cost in costs if cost.error or cost.ended not in ("", "CPU", "memory")]
     yield BenchmarkRow(f"{what}: exceptions of bugs", "none", f"{len(wrong)} ({_listed(wrong)})", not wrong)
@@ -94,8 +94,8 @@ def measured(seeds: Sequence[int]) -> Iterator[JobCost]:
     """Costs of the jobs of seeds, in processes of many jobs; a process that ends early takes only one job with it."""
     left = list(seeds)
     while left:
-        given = left[:_JOBS_OF_A_PROCESS]
-        for cost in _in_a_process(given):
+        asked = left[:_JOBS_OF_A_PROCESS]
+        for cost in _in_a_process(asked):
             assert cost.seed == left.pop(0)
             yield cost
 

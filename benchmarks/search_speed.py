@@ -56,37 +56,37 @@ def search_speed() -> Iterator[BenchmarkRow]:
         if name in _GOALS_OF_TWO_S:
             yield _row(name, 2, _took(path, 2), _GOALS_OF_TWO_S[name])
             continue
-        one = _took(path, 1)
-        cpu_s[name] = one["cpu_s"]
-        yield _row(name, 1, one, _GOALS_S.get(name))
-        if one["taken_s"] > _LONG_S and one["finished"]:
+        alone = _took(path, 1)
+        cpu_s[name] = alone["cpu_s"]
+        yield _row(name, 1, alone, _GOALS_S.get(name))
+        if alone["taken_s"] > _LONG_S and alone["finished"]:
             two = _took(path, 2)
             yield _row(name, 2, two, None)
-            yield _ratio_row(f"{name}: one worker over two", one["taken_s"] / two["taken_s"], least=_LEAST_SPEEDUP)
+            yield _ratio_row(f"{name}: one worker over two", alone["taken_s"] / two["taken_s"], least=_LEAST_SPEEDUP)
     ratio = cpu_s[_SHARED_LINKS] / cpu_s[_PLAIN]
-    yield _ratio_row(f"CPU time of {_SHARED_LINKS} over {_PLAIN}", ratio, most=_MOST_RATIO)
+    yield _ratio_row(f"CPU time of {_SHARED_LINKS} over {_PLAIN}", ratio, highest=_MOST_RATIO)
 
 
 def _took(path: Path, workers: int) -> dict[str, Any]:
     return alone("benchmarks.search_speed", str(path), str(workers))
 
 
-def _row(name: str, workers: int, found: dict[str, Any], goal_s: int | None) -> BenchmarkRow:
-    within = found["finished"] and (goal_s is None or found["taken_s"] <= goal_s)
-    best = "no plan" if found["best_s"] is None else f"best {found['best_s']:.3f} s"
+def _row(name: str, workers: int, result: dict[str, Any], goal_s: int | None) -> BenchmarkRow:
+    within = result["finished"] and (goal_s is None or result["taken_s"] <= goal_s)
+    best = "no plan" if result["best_s"] is None else f"best {result['best_s']:.3f} s"
     return BenchmarkRow(
         f"search {name}, {workers} worker{'s' if workers > 1 else ''}",
         "0.5 GiB" if goal_s is None else f"at most {goal_s} s, 0.5 GiB",
-        f"{'' if found['finished'] else 'not finished in '}{found['taken_s']:.1f} s, {found['cpu_s']:.1f} s of CPU, "
-        f"{found['peak_bytes'] / 2**30:.2f} GiB in the largest process ({found['total']:,} candidates, "
-        f"{found['bounded']:,} bounded, {found['timed']:,} timed; {best})",
-        within and found["peak_bytes"] <= _PEAK_BYTES,
+        f"{'' if result['finished'] else 'not finished in '}{result['taken_s']:.1f} s, {result['cpu_s']:.1f} s of CPU, "
+        f"{result['peak_bytes'] / 2**30:.2f} GiB in the largest process ({result['total']:,} candidates, "
+        f"{result['bounded']:,} bounded, {result['timed']:,} timed; {best})",
+        within and result["peak_bytes"] <= _PEAK_BYTES,
     )
 
 
-def _ratio_row(what: str, ratio: float, *, least: float = 0.0, most: float = float("inf")) -> BenchmarkRow:
-    goal = f"at least {least}" if least else f"at most {most:g}"
-    return BenchmarkRow(what, goal, f"{ratio:.2f}", least <= ratio <= most)
+def _ratio_row(what: str, ratio: float, *, least: float = 0.0, highest: float = float("inf")) -> BenchmarkRow:
+    goal = f"at least {least}" if least else f"at most {highest:g}"
+    return BenchmarkRow(what, goal, f"{ratio:.2f}", least <= ratio <= highest)
 
 
 def _search(path: str, workers: int) -> dict[str, Any]:
@@ -104,8 +104,8 @@ def _search(path: str, workers: int) -> dict[str, Any]:
     return {
         "finished": not result.interrupted,
         "taken_s": taken_s,
-        "cpu_s": sum(each.ru_utime + each.ru_stime for each in used),
-        "peak_bytes": max(each.ru_maxrss for each in used) * 1024,
+        "cpu_s": sum(usage.ru_utime + usage.ru_stime for usage in used),
+        "peak_bytes": max(usage.ru_maxrss for usage in used) * 1024,
         "total": result.space.total,
         "bounded": result.space.bounded,
         "timed": result.space.timed,

@@ -164,14 +164,14 @@ def _row(cell: _Cell) -> BenchmarkRow:
     likely_s = predicted_s.get(AT_THIS_SPEED, plain_s)
     moving = _moving(comparison["terms"], "measured_s") / measured_s
     error = likely_s / measured_s - 1
-    found = (
+    error_text = (
         f"predicted {plain_s * 1e3:.0f} ms, {likely_s * 1e3:.0f} with computing as fast as in the run, measured "
         f"{measured_s * 1e3:.0f} ms ({min(times_s) * 1e3:.0f} to {max(times_s) * 1e3:.0f}): "
         f"{plain_s / measured_s - 1:+.1%}, {error:+.1%}; communication {moving:.0%}, "
         f"predicted {_moving(comparison['terms'], 'predicted_s') / _moving(comparison['terms'], 'measured_s') - 1:+.1%}"
     )
     bound = moving >= _BOUND
-    return BenchmarkRow(cell.name, f"within {_GOAL:.0%}" if bound else "", found, abs(error) <= _GOAL or not bound)
+    return BenchmarkRow(cell.name, f"within {_GOAL:.0%}" if bound else "", error_text, abs(error) <= _GOAL or not bound)
 
 
 def _moving(terms: list[dict[str, Any]], which: str) -> float:

@@ -88,20 +88,20 @@ def strategy_table(outcomes: Sequence[RunOutcome], fitted: Callable[[RunOutcome]
     return format_table_markdown([*headers, "devices"], rows)
 
 
-def _row(name: str, found: Sequence[RunOutcome], fitted: Callable[[RunOutcome], bool]) -> list[str]:
-    if not found:
+def _row(name: str, outcomes: Sequence[RunOutcome], fitted: Callable[[RunOutcome], bool]) -> list[str]:
+    if not outcomes:
         return [name, "0", "0", "", "", "", "", ""]
-    figures, jobs = step_time_figures(found), [outcome.run.known_job for outcome in found]
+    figures, jobs = step_time_figures(outcomes), [outcome.run.known_job for outcome in outcomes]
     assert figures.errors.mape is not None
     inside = figures.interval_coverage
     return [
         name,
-        str(len(found)),
-        str(sum(map(fitted, found))),
+        str(len(outcomes)),
+        str(sum(map(fitted, outcomes))),
         f"{100 * figures.errors.mape:.1f} %",
         "" if inside is None else f"{100 * inside:.0f} %",
         _names(job.training.precision for job in jobs),
-        _names(outcome.run.fallback_for or job.software.id for outcome, job in zip(found, jobs, strict=True)),
+        _names(outcome.run.fallback_for or job.software.id for outcome, job in zip(outcomes, jobs, strict=True)),
         _names(job.cluster.device.id for job in jobs),
     ]
 
@@ -115,5 +115,5 @@ def _counted(of: Iterable[str]) -> Iterator[str]:
     counts: dict[str, int] = {}
     for name in of:
         counts[name] = counts.get(name, 0) + 1
-    for name, number in sorted(counts.items(), key=lambda each: (-each[1], each[0])):
+    for name, number in sorted(counts.items(), key=lambda named_number: (-named_number[1], named_number[0])):
         yield f"{name} ({number})"

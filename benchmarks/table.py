@@ -14,18 +14,18 @@ class BenchmarkRow:
     Attributes:
         what: Name of the measured quantity.
         goal: Required value, as text.
-        found: Measured value with its spread, as text.
+        measured: Measured value with its spread, as text.
         ok: True if the goal is met.
     """
 
     what: str
     goal: str
-    found: str
+    measured: str
     ok: bool
 
     def to_markdown(self) -> str:
         """Row of the Markdown table."""
-        return f"| {self.what} | {self.goal} | {self.found} | {'yes' if self.ok else '**no**'} |"
+        return f"| {self.what} | {self.goal} | {self.measured} | {'yes' if self.ok else '**no**'} |"
 
 
 def to_markdown(rows: list[BenchmarkRow]) -> str:

@@ -96,12 +96,12 @@ def main(parts: Sequence[str]) -> int:
     if (reason := unavailable()) is not None:
         print(f"ways on shaped hosts need Linux, root and iproute2: {reason}", file=sys.stderr)
         return 2
-    found = Measurements(_KEPT)
+    measurements = Measurements(_KEPT)
     if parts == ["bytes"]:
         times, met = _RESULTS.read_text().partition(_BYTES)[0], True
     else:
-        times, met = _times(found)
-    bytes_text, bytes_met = report_bytes([*_sent(found)])
+        times, met = _times(measurements)
+    bytes_text, bytes_met = report_bytes([*_sent(measurements)])
     _RESULTS.write_text(times + bytes_text)
     print(times + bytes_text)
     if met and bytes_met and not parts:
@@ -109,21 +109,21 @@ def main(parts: Sequence[str]) -> int:
     return 0 if met and bytes_met else 1
 
 
-def _times(found: Measurements) -> tuple[str, bool]:
+def _times(measurements: Measurements) -> tuple[str, bool]:
     cases = [(network, way) for network in NETWORKS for way in WAYS]
     for rate in sorted({network.mbit_per_s for network in NETWORKS}):
-        found.calibrate(rate, cases)
+        measurements.calibrate(rate, cases)
     for network in NETWORKS:
-        for way in found.run_steps(network, WAYS):
+        for way in measurements.run_steps(network, WAYS):
             print(f"{network.num_hosts} hosts, {network.words}: {way.words}", flush=True)
-    return report_times([_result(network, way, found) for network, way in cases])
+    return report_times([_result(network, way, measurements) for network, way in cases])
 
 
-def _result(network: ShapedNetwork, way: ShapedPlan, found: Measurements) -> CaseResult:
-    document = json.loads(found.step(network, way).read_text())
+def _result(network: ShapedNetwork, way: ShapedPlan, measurements: Measurements) -> CaseResult:
+    document = json.loads(measurements.step(network, way).read_text())
     rows = {row["name"]: row["predicted"] for row in document["comparison"]["rows"]}
-    job = load_scenario(found.scenario(network, way)).job
-    predicted_s = predict(job, calibration=load(found.calibration(network.mbit_per_s))).step_time_s
+    job = load_scenario(measurements.scenario(network, way)).job
+    predicted_s = predict(job, calibration=load(measurements.calibration(network.mbit_per_s))).step_time_s
     slower_s = rows.get(AT_THIS_SPEED, rows["step time"]) - rows["step time"]
     times_s, length = document["measurement"]["step_times_s"], job.plan.round_steps
     means_s = [statistics.fmean(times_s[first : first + length]) for first in range(0, len(times_s), length)]
@@ -133,27 +133,37 @@ def _result(network: ShapedNetwork, way: ShapedPlan, found: Measurements) -> Cas
     )
 
 
-def _sent(found: Measurements) -> Iterator[SentBytes]:
+def _sent(measurements: Measurements) -> Iterator[SentBytes]:
     """Yields ways with bytes that a host sends per step, on two hosts at 1 Gbit/s."""
     network = star(2, 1000.0)
-    found.calibrate(network.mbit_per_s, [(network, way) for way in WAYS])
+    measurements.calibrate(network.mbit_per_s, [(network, way) for way in WAYS])
     for way in WAYS:
-        scenario = load_scenario(found.scenario(network, way))
+        scenario = load_scenario(measurements.scenario(network, way))
         replication, length = scenario.job.plan.replication, scenario.job.plan.round_steps
         times = 1.0 if replication is None else replication.outer_steps / length  # the simulated step has an outer step
-        _, simulated = scenario.predict_step(load(found.calibration(network.mbit_per_s)))
+        _, simulated = scenario.predict_step(load(measurements.calibration(network.mbit_per_s)))
         program = simulated.program
-        moved = [each for index in program.rank_indices[0] for each in program.op(int(index)).communications]
-        predicted = sum(bus_factor(each.kind, len(each.ranks)) * each.num_bytes for each in moved)
-        headers = sum(gloo_header_bytes(each.kind, each.num_bytes, len(each.ranks)) for each in moved)
+        moved = [
+            communication
+            for index in program.rank_indices[0]
+            for communication in program.op(int(index)).communications
+        ]
+        predicted = sum(
+            bus_factor(communication.kind, len(communication.ranks)) * communication.num_bytes
+            for communication in moved
+        )
+        headers = sum(
+            gloo_header_bytes(communication.kind, communication.num_bytes, len(communication.ranks))
+            for communication in moved
+        )
         counts = []
         for more in (0, _MORE_ROUNDS * length):
             steps = replace(way, name=f"{way.name}-{more}", num_steps=(way.num_steps[0] + more, way.num_steps[1]))
-            file = found.step(network, steps).with_suffix(".payload")
+            file = measurements.step(network, steps).with_suffix(".payload")
             if not file.exists():
                 with hosts_on(network) as hosts:
                     with counted_payload(hosts[0]) as sent:
-                        found.run(network, steps, hosts)
+                        measurements.run(network, steps, hosts)
                     file.write_text(str(sent.without_port(PORT)))
             counts.append(int(file.read_text()))
         measured = (counts[1] - counts[0]) / (_MORE_ROUNDS * length)
@@ -163,8 +173,8 @@ def _sent(found: Measurements) -> Iterator[SentBytes]:
 
 def report_times(results: Sequence[CaseResult]) -> tuple[str, bool]:
     """Head of the page with the times of all cases, and whether the goals are met."""
-    mean = statistics.fmean(abs(one.error) for one in results)
-    ascending = sorted(results, key=lambda one: one.measured_s)
+    mean = statistics.fmean(abs(result.error) for result in results)
+    ascending = sorted(results, key=lambda result: result.measured_s)
     pairs = [
         (fast, slow)
         for fast, slow in combinations(ascending, 2)
@@ -192,9 +202,9 @@ def report_times(results: Sequence[CaseResult]) -> tuple[str, bool]:
         "| network | way | predicted | measured (least to most) | error |",
         "|---|---|---:|---:|---:|",
         *(
-            f"| {one.network} | {one.what} | {format_time(one.predicted_s)} | {format_time(one.measured_s)} "
-            f"({format_time(one.low_s)} to {format_time(one.high_s)}) | {one.error:+.1%} |"
-            for one in results
+            f"| {case.network} | {case.what} | {format_time(case.predicted_s)} | {format_time(case.measured_s)} "
+            f"({format_time(case.low_s)} to {format_time(case.high_s)}) | {case.error:+.1%} |"
+            for case in results
         ),
         "",
         "",
@@ -204,7 +214,7 @@ def report_times(results: Sequence[CaseResult]) -> tuple[str, bool]:
 
 def report_bytes(sent: Sequence[SentBytes]) -> tuple[str, bool]:
     """End of the page with the bytes of all ways, and whether the goal is met."""
-    worst = max(abs(one.error) for one in sent)
+    worst = max(abs(result.error) for result in sent)
     goal = ("bytes on the wire, largest error", f"at most {BYTES_GOAL:.0%}", f"{worst:.1%}", worst <= BYTES_GOAL)
     lines = [
         _BYTES,
@@ -216,9 +226,9 @@ def report_bytes(sent: Sequence[SentBytes]) -> tuple[str, bool]:
         "| way | predicted | headers of gloo | measured | error |",
         "|---|---:|---:|---:|---:|",
         *(
-            f"| {one.way} | {format_bytes(one.predicted)} | {format_bytes(one.headers)} | {format_bytes(one.measured)} "
-            f"| {one.error:+.2%} |"
-            for one in sent
+            f"| {way.way} | {format_bytes(way.predicted)} | {format_bytes(way.headers)} | {format_bytes(way.measured)} "
+            f"| {way.error:+.2%} |"
+            for way in sent
         ),
     ]
     return "\n".join(lines) + "\n", goal[-1]
@@ -227,7 +237,7 @@ def report_bytes(sent: Sequence[SentBytes]) -> tuple[str, bool]:
 def _goals(goals: Sequence[tuple[str, str, str, bool]]) -> Iterator[str]:
     """Yields a line about the machine, and a table of goals."""
     yield from (_machine(), "", "| what | goal | found | met |", "|---|---|---|---|")
-    yield from (f"| {name} | {goal} | {found} | {'yes' if ok else '**no**'} |" for name, goal, found, ok in goals)
+    yield from (f"| {name} | {goal} | {value} | {'yes' if ok else '**no**'} |" for name, goal, value, ok in goals)
     yield ""
 
 

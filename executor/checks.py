@@ -88,7 +88,7 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
     fp8 = training.precision == "fp8"
     not_split = "the executor does not split {} whose scale in fp8 is one for all of them; use 1, or precision bf16"
     no_torchao = fp8_recipe(job) is not None and find_spec("torchao") is None
-    own = software.state(training, plan) if software.states(training, plan) else None
+    stored = software.state(training, plan) if software.states(training, plan) else None
     no_transformers = software.layers.model_code == "transformers" and find_spec("transformers") is None
     limits = {
         "model.attention_sinks": (model.attention_sinks, "the executor has no attention sinks; use false"),
@@ -174,7 +174,8 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
         "model.lora_modules_to_save": (
             bool(model.lora_modules_to_save)
             and (
-                training.is_of_preferences or (own is not None and job.dtype != "fp64" and own.parameter != own.frozen)
+                training.is_of_preferences
+                or (stored is not None and job.dtype != "fp64" and stored.parameter != stored.frozen)
             ),
             "the executor switches adapters off, and no modules that are trained, which it has as wide as adapters; "
             "remove it, or use precision fp32",

@@ -111,8 +111,8 @@ def _log_seconds(records: Sequence[Record], values: Values) -> Floats:
 def _with_values(cluster: ClusterSpec, values: Values) -> ClusterSpec:
     def changed(link: LinkSpec) -> LinkSpec:
         kind = kind_of(link)
-        own = {key.removeprefix(f"{kind}."): value for key, value in values.items() if key.startswith(f"{kind}.")}
-        return link.model_copy(update={**own, _LAUNCH: values[_LAUNCH]})
+        of_kind = {key.removeprefix(f"{kind}."): value for key, value in values.items() if key.startswith(f"{kind}.")}
+        return link.model_copy(update={**of_kind, _LAUNCH: values[_LAUNCH]})
 
     inside, between = cluster.intra_link, cluster.inter_link
     update = {"intra_link": inside and changed(inside), "inter_link": between and changed(between)}

@@ -50,16 +50,18 @@ def left_out(
     """
 
     def without(part: Hashable) -> tuple[Floats, dict[str, float]]:
-        values = fit([row for row, own in zip(rows, parts, strict=True) if own != part])
-        return log_errors([row for row, own in zip(rows, parts, strict=True) if own == part], values), values
+        values = fit([row for row, part_of_row in zip(rows, parts, strict=True) if part_of_row != part])
+        return log_errors(
+            [row for row, part_of_row in zip(rows, parts, strict=True) if part_of_row == part], values
+        ), values
 
     parts = [part_of(row) for row in rows]
     names = list(dict.fromkeys(parts))
-    found = Parallel(n_jobs=jobs)(delayed(without)(part) for part in names)
+    fits = Parallel(n_jobs=jobs)(delayed(without)(part) for part in names)
     errors = np.zeros(len(rows))
-    for part, (own, _) in zip(names, found, strict=True):
-        errors[[each == part for each in parts]] = own
-    return errors, {part: values for part, (_, values) in zip(names, found, strict=True)}
+    for part, (part_errors, _) in zip(names, fits, strict=True):
+        errors[[part_of_row == part for part_of_row in parts]] = part_errors
+    return errors, {part: values for part, (_, values) in zip(names, fits, strict=True)}
 
 
 def errors_text(groups: Mapping[str, Sequence[int]], tables: Mapping[str, Floats]) -> Iterator[str]:
@@ -81,15 +83,15 @@ def errors_text(groups: Mapping[str, Sequence[int]], tables: Mapping[str, Floats
 
 def left_out_text(rows: Sequence[FitRow], folds: Sequence[Values]) -> str:
     """Text of cross_validation.yaml, from the constants of each fold, fitted without it."""
-    own: dict[str, list[str]] = defaultdict(list)
+    runs_of_source: dict[str, list[str]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: sha256(row.run.id.encode()).hexdigest()):
-        if len(own[row.source]) < _RUNS_OF_FILE:
-            own[row.source].append(row.run.id)
+        if len(runs_of_source[row.source]) < _RUNS_OF_FILE:
+            runs_of_source[row.source].append(row.run.id)
     constants = [{name: float(f"{value:.{_DIGITS}g}") for name, value in fold.items()} for fold in folds]
     runs = {row.run.id: (row.source, row.run) for row in rows}
-    errors = sample_errors([runs[name] for names in own.values() for name in names], constants)
+    errors = sample_errors([runs[name] for names in runs_of_source.values() for name in names], constants)
     data: dict[str, Any] = {
-        "runs": {source: sorted(names) for source, names in sorted(own.items())},
+        "runs": {source: sorted(names) for source, names in sorted(runs_of_source.items())},
         "mean_error": {source: round(error, 4) for source, error in sorted(errors.items())},
         "folds": constants,
     }
@@ -104,21 +106,21 @@ def sample_errors(runs: Sequence[tuple[str, PublishedRun]], folds: Sequence[Valu
         runs: Pairs of file name and run.
         folds: Constants by fold.
     """
-    found = Parallel(n_jobs=-1)(delayed(_error)(run, [dict(fold) for fold in folds]) for _, run in runs)
+    errors = Parallel(n_jobs=-1)(delayed(_error)(run, [dict(fold) for fold in folds]) for _, run in runs)
     by_source: dict[str, list[float]] = defaultdict(list)
-    for (source, _), error in zip(runs, found, strict=True):
+    for (source, _), error in zip(runs, errors, strict=True):
         by_source[source].append(error)
     return {source: float(np.mean(errors)) for source, errors in by_source.items()}
 
 
 def sampled_runs(folder: Path, names: Mapping[str, Sequence[str]]) -> list[tuple[str, PublishedRun]]:
     """Read runs by their ids, which are given by file name."""
-    found = []
+    sample = []
     for source, ids in names.items():
         [read] = read_published([folder / f"{source}.yaml"])
         runs = {run.id: run for run in read.runs or ()}
-        found += [(source, runs[name]) for name in ids]
-    return found
+        sample += [(source, runs[name]) for name in ids]
+    return sample
 
 
 def _error(run: PublishedRun, folds: Sequence[Values]) -> float:

@@ -70,11 +70,11 @@ def counts_without(
     for ground, part in zip(grounds, parts, strict=True):
         by_part.setdefault(part, Counter())[ground] += 1
     total = counts_of(Counter([*grounds, *others]))
-    own = {part: counts_of(found) for part, found in by_part.items()}
+    counts = {part: counts_of(count) for part, count in by_part.items()}
     return {
         name: np.array(
             [
-                total[name][axis.level(ground)] - own[part][name][axis.level(ground)]
+                total[name][axis.level(ground)] - counts[part][name][axis.level(ground)]
                 for ground, part in zip(grounds, parts, strict=True)
             ],
             dtype=float,
@@ -110,7 +110,7 @@ def fit_unknown(
         before = best
         for name in AXES:
             stds = [{**best.unknown_std, name: std} for std in _STDS]
-            best = UnknownEstimate(max(stds, key=lambda own: posterior(own, best.half_at)), best.half_at)
+            best = UnknownEstimate(max(stds, key=lambda std: posterior(std, best.half_at)), best.half_at)
         half_at = max(_HALF_AT, key=lambda number: posterior(best.unknown_std, number))
         best = UnknownEstimate(best.unknown_std, half_at)
         if best == before:
@@ -130,8 +130,8 @@ def _deviations(
     for name, axis in AXES.items():
         squares[axis.source] += stds[name] ** 2 / (1 + counts[name] / half_at)
     known = counts["framework"] > 0
-    own = np.array([spread.computing.get(part.software, spread.common) for part in parts])
-    computing = np.sqrt(np.where(known, own, spread.common) ** 2 + squares["compute"])
+    software_stds = np.array([spread.computing.get(part.software, spread.common) for part in parts])
+    computing = np.sqrt(np.where(known, software_stds, spread.common) ** 2 + squares["compute"])
     return deviations(parts, computing, np.sqrt(spread.between_nodes**2 + squares["communication"]))
 
 
@@ -174,10 +174,10 @@ def known_lines(
     yield f"half_at: {unknown.half_at:g}"
     yield f"# {', '.join(Ground._fields)}; runs, their sources, root mean square of log errors with the source left out"
     yield "runs:"
-    own: dict[Ground, list[int]] = defaultdict(list)
+    rows_of_ground: dict[Ground, list[int]] = defaultdict(list)
     for index, ground in enumerate(grounds):
-        own[ground].append(index)
-    for ground, rows in sorted(own.items()):
+        rows_of_ground[ground].append(index)
+    for ground, rows in sorted(rows_of_ground.items()):
         num_sources = len({sources[index] for index in rows})
         off = float(np.sqrt(np.mean(errors[rows] ** 2)))
         yield f"- [{', '.join(map(str, ground))}, {len(rows)}, {num_sources}, {off:.3f}]"
@@ -203,4 +203,4 @@ def left_out_lines(
     yield "runs:"
     down, up = half_widths(parts, left.counts, spread, unknown)
     for name, *logs in sorted(zip(ids, moved, -down, up, strict=True)):
-        yield f"  {name}: [{', '.join(f'{np.exp(each):.4f}' for each in logs)}]"
+        yield f"  {name}: [{', '.join(f'{np.exp(log_bias):.4f}' for log_bias in logs)}]"

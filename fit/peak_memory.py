@@ -119,17 +119,17 @@ def main() -> None:
     for name, parts in alternatives.items():
         inside, scores = held_out(rows, parts)
         print(f"{name:24} source left out: coverage {100 * inside.mean():.0f} %, interval score {scores.mean():.3f}")
-    found = fit(rows)
-    wider = unfitted(rows, found)
-    print(f"fitted {found}, profiles without peaks {wider}")
+    estimate = fit(rows)
+    wider = unfitted(rows, estimate)
+    print(f"fitted {estimate}, profiles without peaks {wider}")
     by_source = {source: [row for row in rows if row.source == source] for source in dict.fromkeys(_sources(rows))}
     held, _ = held_out(rows)
-    for source, own in {**by_source, "all": rows}.items():
-        indices = [index for index, row in enumerate(rows) if row in own]
+    for source, of_source in {**by_source, "all": rows}.items():
+        indices = [index for index, row in enumerate(rows) if row in of_source]
         print(
-            f"{source:32}{len(own):4} peaks: inside {100 * _inside(own, found).mean():.0f} % in-sample, "
+            f"{source:32}{len(of_source):4} peaks: inside {100 * _inside(of_source, estimate).mean():.0f} % in-sample, "
             f"{100 * held[indices].mean():.0f} % with the source left out, median half width "
-            f"{100 * np.median(found.half_widths(own)):.1f} %"
+            f"{100 * np.median(estimate.half_widths(of_source)):.1f} %"
         )
     inside = _inside(loading, of_loading)
     half_width = np.median(of_loading.half_widths(loading))
@@ -140,12 +140,14 @@ def main() -> None:
     tuned = [row for row in load_peaks(arguments.fine_tuning) if row.is_new]
     finetuning = fine_tuning_std(tuned)
     for source in dict.fromkeys(_sources(tuned)):
-        own, others = ([row for row in tuned if (row.source == source) == is_own] for is_own in (True, False))
+        of_source, others = ([row for row in tuned if (row.source == source) == is_own] for is_own in (True, False))
         without = fine_tuning_std(others)
-        shares = [np.mean(np.abs(_errors(own)) <= _with_fine_tuning(own, std)) for std in (finetuning, without)]
+        shares = [
+            np.mean(np.abs(_errors(of_source)) <= _with_fine_tuning(of_source, std)) for std in (finetuning, without)
+        ]
         print(
-            f"fine-tuning, {source}: {len(own)} peaks, inside {100 * shares[0]:.0f} % in-sample with {finetuning:.3f}, "
-            f"{100 * shares[1]:.0f} % with {without:.3f} of the other sources"
+            f"fine-tuning, {source}: {len(of_source)} peaks, inside {100 * shares[0]:.0f} % in-sample with "
+            f"{finetuning:.3f}, {100 * shares[1]:.0f} % with {without:.3f} of the other sources"
         )
     for path in arguments.held_out:
         others = load_peaks([path])
@@ -154,7 +156,7 @@ def main() -> None:
     largest = max(abs(math.expm1(row.error)) for row in rehearsed)
     print(f"{REHEARSED_FILE.name}: {len(rehearsed)} peaks, largest error {100 * largest:.2f} %")
     if arguments.write:
-        lines = fitted_lines([*rows, *rehearsed, *loading], found, of_loading, wider, finetuning)
+        lines = fitted_lines([*rows, *rehearsed, *loading], estimate, of_loading, wider, finetuning)
         FITTED_FILE.write_text("\n".join([*lines, ""]), encoding="utf-8")
         print(f"wrote {FITTED_FILE.name}")
 
@@ -199,13 +201,13 @@ def held_out(rows: Sequence[PeakRow], parts: Parts | None = None) -> tuple[Float
     """``(peaks,)`` 1 if inside intervals that are fitted without the source, else 0; and interval scores."""
     inside, scores = np.zeros(len(rows)), np.zeros(len(rows))
     for source in dict.fromkeys(_sources(rows)):
-        own = [index for index, row in enumerate(rows) if row.source == source]
-        found = fit([row for row in rows if row.source != source], parts)
-        mine = [rows[index] for index in own]
-        scale = np.array(found.transient), np.array(found.allocator)
+        places = [index for index, row in enumerate(rows) if row.source == source]
+        estimate = fit([row for row in rows if row.source != source], parts)
+        mine = [rows[index] for index in places]
+        scale = np.array(estimate.transient), np.array(estimate.allocator)
         half = NINE_IN_TEN * (parts or _both_parts)(mine, *scale)
-        inside[own] = np.abs(_errors(mine)) <= half
-        scores[own] = _interval_scores(_errors(mine), half)
+        inside[places] = np.abs(_errors(mine)) <= half
+        scores[places] = _interval_scores(_errors(mine), half)
     return inside, scores
 
 
@@ -217,8 +219,8 @@ def load_peaks(paths: Sequence[Path]) -> list[PeakRow]:
         for run in read.runs or ()
         if run.job is not None and run.measured.memory_gib
     ]
-    found = Parallel(n_jobs=-1)(delayed(_rows)(*each) for each in measured)
-    return [row for rows in found for row in rows]
+    row_groups = Parallel(n_jobs=-1)(delayed(_rows)(*run_and_peak) for run_and_peak in measured)
+    return [row for rows in row_groups for row in rows]
 
 
 def fitted_lines(
@@ -234,16 +236,16 @@ def fitted_lines(
     yield f"  finetuning_std: {finetuning:.3f}"
     yield "software:"
     for software in sorted({row.software for row in rows}):
-        own = [row for row in rows if row.software == software]
-        counts = ", ".join(f"{source} ({number})" for source, number in sorted(Counter(_sources(own)).items()))
+        of_software = [row for row in rows if row.software == software]
+        counts = ", ".join(f"{source} ({number})" for source, number in sorted(Counter(_sources(of_software)).items()))
         fitted = of_loading if software in _LOADING_FIRST else common
         yield f"  {software}:"
         yield f"    transient_std: {fitted.transient:.3f}"
-        if any(row.kind != "allocated" for row in own):
+        if any(row.kind != "allocated" for row in of_software):
             yield f"    allocator_std: {fitted.allocator:.3f}"
         if software in _LOADING_FIRST:
             yield "    finetuning_std: 0.0"
-        yield f'    fitted_on: "{counted(len(own), "peak")} of {counts}"'
+        yield f'    fitted_on: "{counted(len(of_software), "peak")} of {counts}"'
 
 
 def _rows(source: str, run: PublishedRun) -> list[PeakRow]:

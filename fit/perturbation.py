@@ -64,12 +64,14 @@ def _moves(run: PublishedRun) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
     def moved(program: Program, program_costs: ProgramCosts) -> list[Floats]:
         durations_s = program_costs.durations_s
-        own = np.divide(program_costs.deviations_s, durations_s, out=np.zeros_like(durations_s), where=durations_s > 0)
+        relative_std = np.divide(
+            program_costs.deviations_s, durations_s, out=np.zeros_like(durations_s), where=durations_s > 0
+        )
         sources = sources_of_error(program)
         are_between = np.array([crosses(works) for works in program.works])[program.columns.work]
-        communications = np.where(sources["communication"], own, 0.0)
+        communications = np.where(sources["communication"], relative_std, 0.0)
         factors = [1 + np.where(are_between, std, communications) for std in BETWEEN]
-        factors.append(1 + np.where(sources["host"], own, 0.0))
+        factors.append(1 + np.where(sources["host"], relative_std, 0.0))
         return [durations_s * factor for factor in factors] + [durations_s / factor for factor in factors]
 
     plain_s, *moved_s = summarized_step(run.known_job, steps_overlap=run.steps_overlap).seconds(

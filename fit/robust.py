@@ -107,9 +107,9 @@ def minimize(
             step = np.linalg.solve(matrix + damping * np.diag(np.diag(matrix)), gradient)
             tried = np.clip(x - step, low, high)
             tried_r = residuals(np.exp(tried), rows)
-            found = cost(tried, tried_r)
-            if found < best:
-                x, r, best, damping = tried, tried_r, found, max(damping / 10, 1e-9)
+            tried_cost = cost(tried, tried_r)
+            if tried_cost < best:
+                x, r, best, damping = tried, tried_r, tried_cost, max(damping / 10, 1e-9)
                 break
             damping *= 10
         if before - best < _MIN_GAIN * best:
@@ -119,10 +119,10 @@ def minimize(
 
 def slopes(constants: Sequence[Constant], residuals: Residuals, x: Floats, r: Floats) -> Floats:
     """``(rows, constants)`` Derivatives of the residuals r at the logarithms x of the constants, by differences."""
-    found = np.zeros((len(r), len(x)))
+    jacobian = np.zeros((len(r), len(x)))
     for index, constant in enumerate(constants):
         moved = x.copy()
         moved[index] -= _STEP  # downward, since upper bounds may be limits of validity
         rows = list(constant.rows)
-        found[rows, index] = (r[rows] - residuals(np.exp(moved), rows)) / _STEP
-    return found
+        jacobian[rows, index] = (r[rows] - residuals(np.exp(moved), rows)) / _STEP
+    return jacobian

@@ -110,12 +110,12 @@ class FitCosts:
         device = job.cluster.device
         numbers = (job.cluster.num_devices, job.num_microbatches)
         key = (device.id, *device.matmul_flop_per_s.items(), *numbers, *state, *way, *layers)
-        found = self._seconds.get((*key, work))
-        if found is None:
+        layer_s = self._seconds.get((*key, work))
+        if layer_s is None:
             if key not in self._kernels:
                 self._kernels[key] = self._kernel_cost(job)
-            found = self._seconds[(*key, work)] = self._kernels[key].seconds(work)
-        return found
+            layer_s = self._seconds[(*key, work)] = self._kernels[key].seconds(work)
+        return layer_s
 
     def _kernel_cost(self, job: Job) -> KernelCost:
         return kernel_cost(
@@ -193,8 +193,8 @@ def load_rows(paths: Sequence[Path], values: Values, jobs: int = -1) -> list[Fit
         for run in read.runs or ()
         if run.job is not None and run.measured.step_time_s is not None and run.fallback_for is None
     ]
-    found = Parallel(n_jobs=jobs)(delayed(_row)(*each) for each in timed)
-    return [row for row in found if row is not None]
+    fit_rows = Parallel(n_jobs=jobs)(delayed(_row)(*run_and_time) for run_and_time in timed)
+    return [row for row in fit_rows if row is not None]
 
 
 def _row(source: str, run: PublishedRun, values: Values) -> FitRow | None:

@@ -53,8 +53,8 @@ class SpreadEstimate:
 
     def half_widths(self, parts: Sequence[MovedParts]) -> tuple[Floats, Floats]:
         """Lower and upper half widths of 90% intervals, in logarithms."""
-        own = [self.computing.get(part.software, self.common) for part in parts]
-        down, up = deviations(parts, np.array(own), self.between_nodes)
+        scales = [self.computing.get(part.software, self.common) for part in parts]
+        down, up = deviations(parts, np.array(scales), self.between_nodes)
         return NINE_IN_TEN * down, NINE_IN_TEN * up
 
 
@@ -66,20 +66,20 @@ def fit_spread(parts: Sequence[MovedParts], errors: Floats) -> SpreadEstimate:
         errors: Held-out logarithms of predicted over measured step times.
     """
     names = sorted({part.software for part in parts})
-    own = np.array([[part.software == name for part in parts] for name in names], dtype=float)
+    is_of_software = np.array([[part.software == name for part in parts] for name in names], dtype=float)
     logs = np.log(_SCALES)
     drawn = (logs[:, None] - logs) ** 2 / 2 / _TOGETHER**2  # by common scale and own
     best, spread = -np.inf, SpreadEstimate({}, 0.0, 0.0)
     for between in _BETWEEN:
         down, up = deviations(parts, _SCALES[:, None], float(between))
         unusual = np.log(between / _BETWEEN_USUAL) ** 2 / 2 / _BETWEEN_LOG_STD**2
-        likely = own @ log_density(errors, down, up).T  # by profile and own scale
-        each = likely[:, None, :] - drawn
-        total = each.max(axis=2).sum(axis=0) - unusual
+        likely = is_of_software @ log_density(errors, down, up).T  # by profile and own scale
+        log_posterior = likely[:, None, :] - drawn
+        total = log_posterior.max(axis=2).sum(axis=0) - unusual
         common = int(total.argmax())
         if total[common] > best:
             best = float(total[common])
-            scales = _SCALES[each[:, common].argmax(axis=1)]
+            scales = _SCALES[log_posterior[:, common].argmax(axis=1)]
             computing = dict(zip(names, map(float, scales), strict=True))
             spread = SpreadEstimate(computing, float(_SCALES[common]), float(between))
     return spread
@@ -135,7 +135,7 @@ def _communications(parts: Sequence[MovedParts], between: float | Floats) -> tup
     sides = ([part.shorter for part in parts], [part.longer for part in parts])
     stds = np.broadcast_to(between, len(parts))
     shorter, longer = (
-        np.array([np.interp(std, BETWEEN, own) for std, own in zip(stds, side, strict=True)]) for side in sides
+        np.array([np.interp(std, BETWEEN, by_std) for std, by_std in zip(stds, side, strict=True)]) for side in sides
     )
     return shorter, longer
 

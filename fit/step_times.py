@@ -234,8 +234,8 @@ def _derivatives(rows: Sequence[FitRow], values: Values) -> dict[str, dict[str, 
     x = np.log([values[constant.name] for constant in constants])
     matrix = slopes(constants, residuals, x, residuals(np.exp(x), range(len(rows))))
     return {
-        row.run.id: {c.name: float(d) for c, d in zip(constants, own, strict=True) if d}
-        for row, own in zip(rows, matrix, strict=True)
+        row.run.id: {c.name: float(d) for c, d in zip(constants, slopes, strict=True) if d}
+        for row, slopes in zip(rows, matrix, strict=True)
     }
 
 
@@ -342,7 +342,7 @@ def _lines(values: Values, rows: Sequence[FitRow], spread: SpreadEstimate) -> It
             yield f"  {field}: {number_text(values[field])}"
     yield f"  inter_node_std: {spread.between_nodes:.2f}"
     yield "architectures:"
-    for owner, own in _by(rows, lambda row: row.architecture):
+    for owner, of_owner in _by(rows, lambda row: row.architecture):
         yield f"  {owner}:"
         yield from _fields(owner, ARCHITECTURE, values)
         kernels = [
@@ -350,16 +350,16 @@ def _lines(values: Values, rows: Sequence[FitRow], spread: SpreadEstimate) -> It
         ]
         if kernels:
             yield f"    attention: {{{', '.join(kernels)}}}"
-        yield f'    fitted_on: "{_ids(own)}"'
+        yield f'    fitted_on: "{_ids(of_owner)}"'
     yield "software:"
-    for owner, own in _by(rows, lambda row: row.job.software.rates_profile):
+    for owner, of_owner in _by(rows, lambda row: row.job.software.rates_profile):
         yield f"  {owner}:"
         yield from _fields(owner, SOFTWARE, values)
-        yield from _spread(owner, own, spread)
-    for owner, own in _by(rows, lambda row: row.job.software.id):
-        if own[0].job.software.rates_of is not None:
+        yield from _spread(owner, of_owner, spread)
+    for owner, of_owner in _by(rows, lambda row: row.job.software.id):
+        if of_owner[0].job.software.rates_of is not None:
             yield f"  {owner}:"
-            yield from _spread(owner, own, spread)
+            yield from _spread(owner, of_owner, spread)
 
 
 def _spread(owner: str, rows: Sequence[FitRow], spread: SpreadEstimate) -> Iterator[str]:
@@ -375,15 +375,15 @@ def _fields(owner: str, fields: Iterable[str], values: Values) -> Iterator[str]:
 
 
 def _by(rows: Sequence[FitRow], owner_of: Callable[[FitRow], str]) -> list[tuple[str, list[FitRow]]]:
-    found: dict[str, list[FitRow]] = defaultdict(list)
+    rows_of_owner: dict[str, list[FitRow]] = defaultdict(list)
     for row in rows:
-        found[owner_of(row)].append(row)
-    return sorted(found.items())
+        rows_of_owner[owner_of(row)].append(row)
+    return sorted(rows_of_owner.items())
 
 
 def _ids(rows: Sequence[FitRow]) -> str:
     """Number of runs per file; all runs with a step time are used."""
-    names = ", ".join(f"{source} ({len(own)})" for source, own in _by(rows, lambda row: row.source))
+    names = ", ".join(f"{source} ({len(of_source)})" for source, of_source in _by(rows, lambda row: row.source))
     return f"{len(rows)} runs of scenarios/published: {names}"
 
 

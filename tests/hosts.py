@@ -135,14 +135,14 @@ def wired_hosts(
     net = f"10.{os.getpid() % 50 + 200}.{os.getpid() % 250}"
     ends = {end for wire in wires for end in wire.ends}
     number = sum(end.startswith("node") for end in ends)
-    found = [
+    hosts = [
         Host(f"{made}h{k}", f"{net}.{k + 1}", tuple(cores[k]) if cores else (), 1000 * k * own_clocks)
         for k in range(number)
     ]
-    host_of = {f"node{k}": host for k, host in enumerate(found)}
+    host_of = {f"node{k}": host for k, host in enumerate(hosts)}
     bridges = {name: f"{made}b{k}" for k, name in enumerate(sorted(ends - host_of.keys()))}
     try:
-        for host in found:
+        for host in hosts:
             _run(["ip", "netns", "add", host.name])
         for bridge in bridges.values():
             _run(["ip", "link", "add", bridge, "type", "bridge"])
@@ -153,10 +153,10 @@ def wired_hosts(
             _lay(wire, pair, host_of, bridges)
             ports |= {wire.ends: pair[0], wire.ends[::-1]: pair[1]}
         if len(wires) >= len(ends):
-            _set_routes(found, bridges, ports)
-        yield found
+            _set_routes(hosts, bridges, ports)
+        yield hosts
     finally:
-        for host in found:
+        for host in hosts:
             _remove(host)
         for bridge in bridges.values():
             with contextlib.suppress(subprocess.CalledProcessError):
@@ -186,15 +186,15 @@ def _lay(wire: Wire, pair: tuple[str, str], host_of: dict[str, Host], bridges: d
             _run([*inside, "tc", "qdisc", "add", "dev", device, "root", *_shape(wire.mbit_per_s)])
 
 
-def _set_routes(found: Sequence[Host], bridges: dict[str, str], ports: dict[tuple[str, str], str]) -> None:
+def _set_routes(hosts: Sequence[Host], bridges: dict[str, str], ports: dict[tuple[str, str], str]) -> None:
     """Sets the port of every switch towards every host, and the neighbors of hosts: nothing is flooded or learned."""
     for end, _ in ports:
         if end in bridges:
             quiet = ["learning", "off", "flood", "off", "mcast_flood", "off", "bcast_flood", "off"]
             _run(["bridge", "link", "set", "dev", ports[end, _], *quiet])
-    for k, host in enumerate(found):
+    for k, host in enumerate(hosts):
         address = _run(["ip", "netns", "exec", host.name, "cat", "/sys/class/net/eth0/address"]).strip()
-        for other in found:
+        for other in hosts:
             if other is not host:
                 neighbor = [host.address, "lladdr", address, "dev", "eth0", "nud", "permanent"]
                 _run(["ip", "-n", other.name, "neigh", "replace", *neighbor])

@@ -24,11 +24,11 @@ _RECEIVES = {Stream.SEND_F: Stream.RECV_F, Stream.SEND_B: Stream.RECV_B}
 
 def meetings(program: Program) -> dict[int, tuple[int, ...]]:
     """Meeting -> indices of its operations."""
-    found: dict[int, list[int]] = {}
+    indices_of: dict[int, list[int]] = {}
     for index, meeting in enumerate(program.columns.meeting.tolist()):
         if meeting >= 0:
-            found.setdefault(meeting, []).append(index)
-    return {meeting: tuple(indices) for meeting, indices in found.items()}
+            indices_of.setdefault(meeting, []).append(index)
+    return {meeting: tuple(indices) for meeting, indices in indices_of.items()}
 
 
 def check_bytes(program: Program) -> None:
@@ -170,11 +170,11 @@ def check_engines(program: Program, durations_s: Durations) -> None:
     times = simulate(program, durations_s)
     for loops in (jitted, longest_path):
         compiled = replace(compile_program(program), loops=loops)
-        found = compiled.times(durations_s)
-        assert (found.start_s == times.start_s).all()
-        assert (found.end_s == times.end_s).all()
+        compiled_times = compiled.times(durations_s)
+        assert (compiled_times.start_s == times.start_s).all()
+        assert (compiled_times.end_s == times.end_s).all()
         assert compiled.step_times_s([durations_s, durations_s]) == [times.step_time_s] * 2
-        through_s = found.start_s + compiled.tails_s(durations_s)
+        through_s = compiled_times.start_s + compiled.tails_s(durations_s)
         assert through_s.max(initial=0.0) == pytest.approx(times.step_time_s, rel=1e-12)
     for rank in program.ranks:
         _check_peak(program, rank)
@@ -185,16 +185,16 @@ def _check_peak(program: Program, rank: int) -> None:
     held = {
         c: n for c, n in program.persistent_bytes[rank].items() if program.one_memory or c is not MemoryCategory.HOST
     }
-    worst, most = -1, sum(held.values()) + program.rebuild_bytes[rank]
+    worst, most_bytes = -1, sum(held.values()) + program.rebuild_bytes[rank]
     counted = set(MemoryCategory) if program.one_memory else set(MemoryCategory) - {MemoryCategory.HOST}
     now = sum(held.values())
     for position, index in enumerate(program.by_rank[rank]):
         effects = [effect for effect in program.ops[index].memory if effect.category in counted]
-        if now + sum(effect.during_bytes for effect in effects) > most:
-            worst, most = position, now + sum(effect.during_bytes for effect in effects)
+        if now + sum(effect.during_bytes for effect in effects) > most_bytes:
+            worst, most_bytes = position, now + sum(effect.during_bytes for effect in effects)
         now += sum(effect.after_bytes for effect in effects)
     assert peak_position(program, rank) == worst
-    assert memory_peak(program, rank).total_bytes == most
+    assert memory_peak(program, rank).total_bytes == most_bytes
 
 
 def check_prediction(prediction: Prediction) -> None:
@@ -221,16 +221,16 @@ def check_prediction(prediction: Prediction) -> None:
         assert 0 < prediction.mfu <= min(1, prediction.mfu_full_attention, prediction.hfu)
 
 
-def check_same(one: Simulated, other: Simulated) -> None:
+def check_same(first: Simulated, other: Simulated) -> None:
     """A folded Program and the unfolded one: what stands for a rank does what the rank does, at the same times."""
-    assert one.times.step_time_s == pytest.approx(other.times.step_time_s, rel=1e-9)
-    for rank, leader in enumerate(one.program.stands_for):
-        ours, theirs = one.program.by_rank[leader], other.program.by_rank[rank]
+    assert first.times.step_time_s == pytest.approx(other.times.step_time_s, rel=1e-9)
+    for rank, leader in enumerate(first.program.stands_for):
+        ours, theirs = first.program.by_rank[leader], other.program.by_rank[rank]
         assert len(ours) == len(theirs)
         for mine, its in zip(ours, theirs, strict=True):
-            assert _deed(one.program.ops[mine]) == _deed(other.program.ops[its])
-            assert one.times.start_s[mine] == pytest.approx(other.times.start_s[its], rel=1e-9, abs=1e-15)
-            assert one.times.end_s[mine] == pytest.approx(other.times.end_s[its], rel=1e-9, abs=1e-15)
+            assert _deed(first.program.ops[mine]) == _deed(other.program.ops[its])
+            assert first.times.start_s[mine] == pytest.approx(other.times.start_s[its], rel=1e-9, abs=1e-15)
+            assert first.times.end_s[mine] == pytest.approx(other.times.end_s[its], rel=1e-9, abs=1e-15)
 
 
 def _deed(op: Op) -> object:

@@ -158,12 +158,12 @@ def test_every_function_takes_the_same_keys(job: simplan.Job) -> None:
     assert swept["step_time_s"][2] == alone["step_time_s"][0]
     assert "dp_shard" in simplan.sweep(job, tp=[2])
     space: dict[str, Any] = {"tp": [1], "pp": [1], "microbatch_size": [1, 2], "recompute": ["none"], "top": 1}
-    found = simplan.search(FSDP, **space, global_batch_size=32)
+    result = simplan.search(FSDP, **space, global_batch_size=32)
     asked = simplan.search(job.with_changes(global_batch_size=32), space)
     mixed = simplan.search(
         job, {"tp": 1, "pp": 1, "recompute": "none"}, microbatch_size=[1, 2], top=1, global_batch_size=32
     )
-    assert found.best == asked.best == mixed.best
+    assert result.best == asked.best == mixed.best
     for function in (simplan.predict, simplan.search, simplan.sweep, simplan.make_job):
         with pytest.raises(SpecError, match=r"^tq: is no key of a scenario"):
             function(FSDP, tq=1)
@@ -191,8 +191,8 @@ def test_compare_takes_files_and_objects(job: simplan.Job, tmp_path: Path) -> No
     prediction = simplan.predict(job)
     log = tmp_path / "log.yaml"
     log.write_text(f"step_time_s: {2 * prediction.step_time_s}\n")
-    found = simplan.compare(prediction, log)
-    assert found.rows[0].signed_error == pytest.approx(-0.5)
+    comparison = simplan.compare(prediction, log)
+    assert comparison.rows[0].signed_error == pytest.approx(-0.5)
     with pytest.raises(SpecError, match=r"log\.json"):
         simplan.compare(prediction, tmp_path / "log.json")
 
@@ -208,10 +208,10 @@ def test_the_notebook_prints_what_is_stored(tmp_path: Path, monkeypatch: pytest.
     file = ROOT / "docs" / "notebooks" / "python-api.ipynb"
     stored = json.loads(file.read_text(encoding="utf-8"))
     monkeypatch.chdir(tmp_path)
-    found = runpy.run_path(str(ROOT / "docs" / "execute.py"))["executed"](stored)
+    executed = runpy.run_path(str(ROOT / "docs" / "execute.py"))["executed"](stored)
 
     def texts(notebook: dict[str, Any]) -> list[Any]:
         outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", [])]
         return [output.get("text") or output["data"]["text/plain"] for output in outputs]
 
-    assert texts(found) == texts(stored), "run: python docs/execute.py docs/notebooks/python-api.ipynb"
+    assert texts(executed) == texts(stored), "run: python docs/execute.py docs/notebooks/python-api.ipynb"

@@ -107,7 +107,7 @@ def imports_of(source: str, module: str, *, is_package: bool = False) -> Iterato
 
 def simplan_violations(source: str, module: str, *, is_package: bool = False) -> list[str]:
     """What a module of simplan must not import."""
-    own = module.split(".")[1] if "." in module else None
+    package = module.split(".")[1] if "." in module else None
     wrong = []
     for name in imports_of(source, module, is_package=is_package):
         top, _, rest = name.partition(".")
@@ -117,8 +117,8 @@ def simplan_violations(source: str, module: str, *, is_package: bool = False) ->
             target = rest.split(".")[0]
             if target not in LEVEL:
                 continue  # a name of simplan/__init__.py, such as __version__
-            if own is None or (target != own and LEVEL[target] >= LEVEL[own]):
-                wrong.append(f"{module} imports {name}: {target} is not below {own or 'simplan'}")
+            if package is None or (target != package and LEVEL[target] >= LEVEL[package]):
+                wrong.append(f"{module} imports {name}: {target} is not below {package or 'simplan'}")
     return wrong
 
 
@@ -160,7 +160,9 @@ def test_modules_of_a_package_import_each_other_in_one_direction() -> None:
         known = {name if name in files else name.rpartition(".")[0] for name in names} & files.keys()
         package = module.split(".")[1:2]
         if path.name != "__init__.py" and not IN_CIRCLES.intersection(package):
-            circles.add(module, *(each for each in known if each.split(".")[1:2] == package and each != module))
+            circles.add(
+                module, *(imported for imported in known if imported.split(".")[1:2] == package and imported != module)
+            )
     circles.prepare()  # raises for a circle
 
 
@@ -181,8 +183,8 @@ def test_parallelism_and_models_know_no_trainer() -> None:
 def app_violations(source: str, module: str, *, is_package: bool = False) -> list[str]:
     """Packages that a module of the dashboard must not import; for modules of worker processes, Streamlit is one."""
     wrong = {"executor", "torch", "fit", *(("streamlit",) if module.startswith(IN_WORKERS) else ())}
-    found = imports_of(source, module, is_package=is_package)
-    return [f"{module} imports {name}" for name in found if name.split(".")[0] in wrong]
+    imports = imports_of(source, module, is_package=is_package)
+    return [f"{module} imports {name}" for name in imports if name.split(".")[0] in wrong]
 
 
 def test_the_dashboard_knows_simplan_alone() -> None:
@@ -276,14 +278,14 @@ def test_no_general_module_names_an_operator_of_a_model() -> None:
             names |= {kernel.name for kernel in layer.kernels} | {*layer.tensors}
             names |= {parameter.name for parameter in layer.parameters}
     assert {"router", "residual1", "kv_b", "conv1", "norm1 output", "experts_down.weight"} <= names
-    found = [
+    named = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {node.value}"
         for path in python_files("simplan")
         if not path.is_relative_to(ROOT / "simplan/model")
         for node in nodes(path.read_text())
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names - OTHER_WORDS
     ]
-    assert not found
+    assert not named
 
 
 def test_every_option_of_a_plan_is_read_where_steps_are_made_or_priced() -> None:
@@ -329,4 +331,4 @@ def test_a_class_name_has_one_meaning() -> None:
         for node in nodes(path.read_text()):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 modules.setdefault(node.name, []).append(module_name(path))
-    assert {name: found for name, found in modules.items() if len(found) > 1} == {}
+    assert {name: places for name, places in modules.items() if len(places) > 1} == {}

@@ -62,13 +62,13 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def pages_with_code() -> list[Any]:
-    found = [page for page in hand_written() if page not in APART and any(map(has_code, snippets(page)))]
-    return [pytest.param(page, marks=pytest.mark.slow) if page in SLOW else page for page in found]
+    pages = [page for page in hand_written() if page not in APART and any(map(has_code, snippets(page)))]
+    return [pytest.param(page, marks=pytest.mark.slow) if page in SLOW else page for page in pages]
 
 
 def test_every_block_of_code_has_a_language() -> None:
     """Then none escapes the tests below."""
-    languages = {(page, one.language) for page in hand_written() for one in snippets(page)}
+    languages = {(page, snippet.language) for page in hand_written() for snippet in snippets(page)}
     assert {language for _, language in languages} <= {"sh", "python", "yaml", "text", "toml"}, languages
 
 
@@ -76,10 +76,10 @@ def test_every_block_of_code_has_a_language() -> None:
 @pytest.mark.timeout(600)
 def test_snippets_of_a_page_work(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a reader would: files are written, then commands and Python run, and outputs equal those that are shown."""
-    for one, printed in run_page(page, tmp_path, monkeypatch):
-        assert one.text.splitlines() == shown_part(one, printed).splitlines()
-        if one.note in BEGINNINGS:
-            assert one.text.count("\n") > 3
+    for snippet, printed in run_page(page, tmp_path, monkeypatch):
+        assert snippet.text.splitlines() == shown_part(snippet, printed).splitlines()
+        if snippet.note in BEGINNINGS:
+            assert snippet.text.count("\n") > 3
 
 
 @pytest.mark.parametrize("page", hand_written())
@@ -87,12 +87,12 @@ def test_commands_and_options_that_are_written_exist(page: str) -> None:
     """Those that are only mentioned, too."""
     commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     text = (DOCS / page).read_text().replace("\\\n", " ")
-    written = [" ".join(one.split()) for one in re.findall(r"`(simplan [a-z][^`]*)`", text)]
-    written += [line for one in snippets(page) if one.language == "sh" for line in one.text.splitlines()]
+    written = [" ".join(command.split()) for command in re.findall(r"`(simplan [a-z][^`]*)`", text)]
+    written += [line for snippet in snippets(page) if snippet.language == "sh" for line in snippet.text.splitlines()]
     for line in written:
         for name, rest in re.findall(r"\bsimplan ([a-z]+)([^|;&]*)", line):
             assert name in commands, line
-            known = {option for one in commands[name].params for option in (*one.opts, *one.secondary_opts)}
+            known = {option for param in commands[name].params for option in (*param.opts, *param.secondary_opts)}
             options = {option.partition("=")[0] for option in re.findall(r"(?<=\s)--?[a-z][\w=-]*", rest)}
             assert options <= known | {"--help", "-h"}, line
 
@@ -118,8 +118,8 @@ def test_targets_of_make_that_are_written_exist() -> None:
 
 
 def test_python_files_that_are_written_exist() -> None:
-    found = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    files = [f"/{file}" for file in found.splitlines()]
+    tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = [f"/{file}" for file in tracked.splitlines()]
     for page in [*hand_written(), "../CONTRIBUTING.md"]:
         for written in re.findall(r"`([\w./-]+\.py)`", (DOCS / page).read_text()):
             assert any(file.endswith(f"/{written}") for file in files), f"{page}: {written}"
@@ -127,7 +127,7 @@ def test_python_files_that_are_written_exist() -> None:
 
 def test_names_that_python_blocks_import_exist() -> None:
     """Most pages with Python run in `make test-all` alone; a renamed class is found here."""
-    blocks = [one.text for page in hand_written() for one in snippets(page) if one.language == "python"]
+    blocks = [snippet.text for page in hand_written() for snippet in snippets(page) if snippet.language == "python"]
     imports = [node for block in blocks for node in ast.walk(ast.parse(block)) if isinstance(node, ast.ImportFrom)]
     named = {(node.module, alias.name) for node in imports for alias in node.names}
     ours = sorted((module, name) for module, name in named if module and module.partition(".")[0] == "simplan")
@@ -136,9 +136,9 @@ def test_names_that_python_blocks_import_exist() -> None:
 
 
 def test_the_devices_of_the_docs_are_predicted(tmp_path: Path) -> None:
-    found = blocks((DOCS / "how-to" / "devices.md").read_text(), "yaml")
-    assert len(found) == 2
-    for number, text in enumerate(found):
+    texts = blocks((DOCS / "how-to" / "devices.md").read_text(), "yaml")
+    assert len(texts) == 2
+    for number, text in enumerate(texts):
         file = tmp_path / f"{number}.yaml"
         file.write_text(text)
         scenario = load_scenario(file)
@@ -187,7 +187,9 @@ def test_the_readme_is_short() -> None:
     assert lines.index("<!-- search-output -->") < 30
     assert next(number for number, line in enumerate(lines, 1) if line.startswith("![")) < 45
     prose = re.sub(r"```.*?```|<!--.*?-->|^[|#].*?$", "", text, flags=re.DOTALL | re.MULTILINE)
-    sentences = [one.split() for one in re.split(r"(?<=[.!?:])\s+|\n\n|\n- ", re.sub(r"\]\([^)]*\)", "]", prose))]
+    sentences = [
+        sentence.split() for sentence in re.split(r"(?<=[.!?:])\s+|\n\n|\n- ", re.sub(r"\]\([^)]*\)", "]", prose))
+    ]
     sentences = [words for words in sentences if len(words) > 1]
     assert sum(map(len, sentences)) / len(sentences) <= 15
     assert max(map(len, sentences)) <= 25
@@ -204,7 +206,7 @@ def test_rows_of_the_demo_agree_with_themselves(page: str) -> None:
         return float(number) * (1000 if unit == "s" else 1)
 
     for row in rows:
-        times = [ms(*found) for found in re.findall(r"([\d.]+) (ms|s)\b", row)]
+        times = [ms(*match) for match in re.findall(r"([\d.]+) (ms|s)\b", row)]
         predicted, low, high, measured = times
         assert ("yes" in row.split()) == (low <= measured <= high)
         error = float(re.findall(r"([+-][\d.]+) %  ", row)[0])
@@ -234,8 +236,8 @@ def accuracy(*patterns: str) -> dict[str, Any]:
     files = [str(file) for pattern in patterns for file in sorted((ROOT / "scenarios").glob(pattern))]
     command = [sys.executable, "-m", "simplan", "accuracy", *files, "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
 
 
 def shown(figures: dict[str, Any]) -> list[str]:
@@ -335,8 +337,8 @@ def navigation() -> set[str]:
         if isinstance(entry, str):
             yield entry
         else:
-            for one in entry.values() if isinstance(entry, dict) else entry:
-                yield from leaves(one)
+            for item in entry.values() if isinstance(entry, dict) else entry:
+                yield from leaves(item)
 
     config = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)
     assert config["site_url"].rstrip("/") == DOCUMENTATION_URL

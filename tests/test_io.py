@@ -18,6 +18,7 @@ from simplan.errors import SpecError
 from simplan.io import parse_model, read_json, read_model, read_yaml, write_json, write_model, write_text
 from simplan.plan.plan import ParallelPlan
 from simplan.runs.measurement import Measurement
+from tests.support.problems import is_of, says
 
 
 def refusal(path: Path) -> str:
@@ -115,24 +116,23 @@ def test_the_growth_limit_counts_what_aliases_repeat() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("1.5: a", "f:1:1: the key 1.5 is not text; write a word, or put it in quotes"),
-        ("null: a", "f:1:1: the key null is not text; write a word, or put it in quotes"),
-        ("? [a]\n: b", "f:1:3: a key must be text, not a list or a mapping; write key: value"),
-        ("a: *b", "f:1:4: the alias *b repeats nothing above it; define &b first"),
-        ("a: 1\nb:\n  c: 1\n  c: 2", "f:4:3: the key c is given twice, first in line 3; keep one of the two"),
-        ("a: !!int 3", "f:1:4: the tag !!int is not allowed: files hold plain data only; remove the tag"),
+        ("1.5: a", "f:1:1: ... 1.5 ... text; write"),
+        ("null: a", "f:1:1: ... null ... text; write"),
+        ("? [a]\n: b", "f:1:3: ... must ... mapping; write"),
+        ("a: *b", "f:1:4: ... repeats nothing"),
+        ("a: 1\nb:\n  c: 1\n  c: 2", "f:4:3: ... twice ... 3"),
+        ("a: !!int 3", "f:1:4: ... !!int ... allowed: ... remove"),
         (
             "a:\n\tb: 1",
-            "f:2:1: this is not YAML: while scanning for the next token found character that cannot start any token; "
-            "indent with spaces: this is a tab",
+            "f:2:1: ... YAML: ... character",
         ),
-        ("a: \x01", "f:1: this is not YAML: control characters are not allowed; check quotes, indentation and colons"),
+        ("a: \x01", "f:1: ... YAML: ... characters"),
     ],
 )
 def test_other_than_plain_data_is_refused(text: str, sentence: str) -> None:
     with pytest.raises(SpecError) as caught:
         parse_yaml(text, "f")
-    assert str(caught.value) == sentence
+    assert says(str(caught.value), sentence)
 
 
 def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
@@ -147,26 +147,31 @@ def test_all_problems_of_a_model_at_once() -> None:
     )
     with pytest.raises(SpecError) as caught:
         parse_model(ParallelPlan, document.data["plan"], document.lines, "f", prefix=("plan",))
-    assert set(str(caught.value).splitlines()) == {
-        "f:2:3: plan.pp = 0: must be at least 1",
-        "f:3:3: plan.tpp: is not a known key; did you mean tp or pp?",
-        "f:4:3: plan.zero_stage = true: must be a whole number",
-        'f:5:3: plan.schedule = "gpip": is not a known schedule; did you mean gpipe? a CSV file and an entry point can '
-        "be given, too: https://simplan.readthedocs.io/how-to/custom-schedule/",
-        'f:6:21: plan.stage_layers.1 = "a": must be a whole number',
+    schedules = "https://simplan.readthedocs.io/how-to/custom-schedule/"
+    expected = {
+        (2, 3): ("plan.pp", "0", "at least 1", ""),
+        (3, 3): ("plan.tpp", None, "not a known key", "tp or pp?"),
+        (4, 3): ("plan.zero_stage", "true", "whole number", ""),
+        (5, 3): ("plan.schedule", '"gpip"', "known schedule; did you mean gpipe?", ""),
+        (6, 21): ("plan.stage_layers.1", '"a"', "whole number", ""),
     }
+    told = {(problem.line, problem.column): problem for problem in caught.value.problems}
+    assert told.keys() == expected.keys()
+    for place, (field, value, rule, fix) in expected.items():
+        assert is_of(told[place], field, value, rule=rule, fix=fix)
+    assert told[5, 3].rule.endswith(schedules)
+    assert f"f:2:3: {told[2, 3].sentence()}" in str(caught.value).splitlines()
 
 
 def test_problems_inside_mappings_name_the_key() -> None:
     data = {"id": "x", "kind": "gpuu", "peak_flop_per_s": {"bf17": 1.0, "bf16": -1.0}, "memory_bytes": 2.0**20}
     with pytest.raises(SpecError) as caught:
         parse_model(DeviceSpec, data)
-    assert str(caught.value).splitlines() == [
-        'kind = "gpuu": is not a known choice; did you mean gpu?',
-        "memory_bytes = 1048576.0: must be a whole number; write 1048576",
-        "peak_flop_per_s.bf17: is not a known key; did you mean bf16?",
-        "peak_flop_per_s.bf16 = -1.0: must be at least 1",
-    ]
+    kind, memory, unknown, rate = caught.value.problems
+    assert is_of(kind, "kind", '"gpuu"', rule="known choice", fix="did you mean gpu?")
+    assert is_of(memory, "memory_bytes", "1048576.0", rule="whole number", fix="write 1048576")
+    assert is_of(unknown, "peak_flop_per_s.bf17", rule="known key", fix="did you mean bf16?")
+    assert is_of(rate, "peak_flop_per_s.bf16", "-1.0", rule="at least 1")
 
 
 def test_models_survive_a_round_trip(tmp_path: Path) -> None:
@@ -180,22 +185,22 @@ def test_models_survive_a_round_trip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ('{"schema_version": 1, "a": NaN}', "f: the file holds NaN, which is no number; write the file again"),
-        ('{"schema_version": 1, "a": 1e999}', "f: the file holds 1e999, which is no number; write the file again"),
-        ('{"schema_version": 2}', "f: schema_version = 2: must be 1: this program reads nothing else here"),
-        ('{"schema_version": true}', "f: schema_version = true: must be 1: this program reads nothing else here"),
-        ("{}", "f: schema_version: is missing; it must be 1: this program reads nothing else here"),
+        ('{"schema_version": 1, "a": NaN}', "f: ... NaN ... number; write"),
+        ('{"schema_version": 1, "a": 1e999}', "f: ... 1e999 ... number; write"),
+        ('{"schema_version": 2}', "f: schema_version = 2: ... 1:"),
+        ('{"schema_version": true}', "f: schema_version = true: ... 1:"),
+        ("{}", "f: schema_version: is missing; ... 1:"),
         ("[1]", "f: [1]: must be one JSON object"),
-        ('{"a": ', "f:1:7: this is not JSON: Expecting value; give a file that simplan wrote"),
-        ("", "f:1:1: this is not JSON: Expecting value; give a file that simplan wrote"),
-        ("[" * 100_000, "f: the file is nested too deeply or holds an absurd number; give a file that simplan"),
-        ("9" * 5000, "f: the file is nested too deeply or holds an absurd number; give a file that simplan"),
+        ('{"a": ', "f:1:7: ... JSON: Expecting ... give"),
+        ("", "f:1:1: ... JSON: Expecting ... give"),
+        ("[" * 100_000, "f: ... nested ... deeply ... give"),
+        ("9" * 5000, "f: ... nested ... deeply ... give"),
     ],
 )  # fmt: skip
 def test_bad_json_is_refused(tmp_path: Path, text: str, sentence: str) -> None:
     path = tmp_path / "result.json"
     path.write_text(text)
-    assert refusal(path).startswith(sentence)
+    assert says(refusal(path), sentence)
 
 
 def test_json_of_any_kind_is_asked_for_whole(tmp_path: Path) -> None:
@@ -210,10 +215,10 @@ def test_json_that_is_no_measurement(tmp_path: Path) -> None:
     write_json(path, {"schema_version": 2, "step_times_s": [1, "2"]})
     with pytest.raises(SpecError) as caught:
         read_model(path, Measurement)
-    assert str(caught.value).splitlines() == [
-        f"{path}: job: is missing; add job: ...",
-        f'{path}: step_times_s.1 = "2": must be a number; write 2 without quotes',
-    ]
+    missing, text = caught.value.problems
+    assert caught.value.file == str(path)
+    assert is_of(missing, "job", rule="is missing", fix="add job")
+    assert is_of(text, "step_times_s.1", '"2"', rule="a number", fix="write 2 without quotes")
 
 
 def test_writing_replaces_in_one_piece(tmp_path: Path) -> None:
@@ -226,7 +231,7 @@ def test_writing_replaces_in_one_piece(tmp_path: Path) -> None:
 
 
 def test_writing_where_nothing_can_be_written(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"r.json: cannot be written: No such file or directory; check that its folder"):
+    with pytest.raises(SpecError, match=r"r.json: cannot be written: No such file or directory; "):
         write_json(tmp_path / "no" / "r.json", {})
 
 

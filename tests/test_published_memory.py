@@ -88,7 +88,7 @@ def test_zero_bubble_schedules_of_megatron(
 )
 def test_the_sweep_for_bloom(plan: dict[str, Any], num_layers: int, printed_gib: float) -> None:
     """bigscience-workshop/bigscience at 9e64ede, train/tr11-176B-ml/chronicles-prequel.md: memory of the device."""
-    found = ParallelPlan(zero_stage=1, recompute="full", sequence_parallel=False, **plan)
+    parallel = ParallelPlan(zero_stage=1, recompute="full", sequence_parallel=False, **plan)
     sizes = {
         "family": "gpt",
         "num_hidden_layers": num_layers,
@@ -97,5 +97,5 @@ def test_the_sweep_for_bloom(plan: dict[str, Any], num_layers: int, printed_gib:
         "vocab_size": 250880,
         "seq_len": 2048,
     }
-    prediction = predicted("megatron-deepspeed", "dgx-a100-80gb", "fp16", sizes, found, 2 * found.pp)
+    prediction = predicted("megatron-deepspeed", "dgx-a100-80gb", "fp16", sizes, parallel, 2 * parallel.pp)
     assert max(memory.device_bytes for memory in prediction.memory) / GIB == pytest.approx(printed_gib, rel=0.05)

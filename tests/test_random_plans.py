@@ -114,8 +114,8 @@ def _check_stamped(stamped: Program, lowered: Callable[[], Program]) -> None:
 
     def every_one_alone(*args: Any, **options: Any) -> RankRow:
         row = row_of_actions(*args, **options)
-        each = zip(row.actions, row.variant.tolist(), strict=True)
-        variants = [row.variants[number]._replace(action=action) for action, number in each]
+        numbered = zip(row.actions, row.variant.tolist(), strict=True)
+        variants = [row.variants[number]._replace(action=action) for action, number in numbered]
         return row._replace(variant=np.arange(len(variants)), variants=variants)
 
     with (

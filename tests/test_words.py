@@ -62,12 +62,12 @@ def _strings(source: str) -> Iterator[ast.Constant]:
 
 def _private_words(sources: Mapping[str, str]) -> dict[tuple[str, str], list[str]]:
     """(file, word in lower case) -> line and string of each literal with a word of the private vocabulary."""
-    found: dict[tuple[str, str], list[str]] = {}
+    lines_of: dict[tuple[str, str], list[str]] = {}
     for name, source in sources.items():
         for node in _strings(source):
             for match in PRIVATE_WORDS.finditer(str(node.value)):
-                found.setdefault((name, match[0].lower()), []).append(f"line {node.lineno}: {node.value!r}")
-    return found
+                lines_of.setdefault((name, match[0].lower()), []).append(f"line {node.lineno}: {node.value!r}")
+    return lines_of
 
 
 def test_first_lines_of_docstrings_are_no_riddles() -> None:

@@ -118,8 +118,8 @@ def _row(name: str, plan: str) -> _Row:
         shutil.rmtree(out, ignore_errors=True)
         file.write_text(done)
         print(f"{name}, {plan}", flush=True)
-    found = json.loads(file.read_text())
-    rows = {row["name"]: row for row in found["comparison"]["rows"]}
+    result = json.loads(file.read_text())
+    rows = {row["name"]: row for row in result["comparison"]["rows"]}
     step = rows["step time"]
     peak = next(row for key, row in rows.items() if key.startswith("peak memory, allocated"))
     return _Row(
@@ -128,9 +128,9 @@ def _row(name: str, plan: str) -> _Row:
         step["predicted"],
         rows.get(AT_THIS_SPEED, step)["predicted"],
         step["measured"],
-        found["measurement"]["spread"],
+        result["measurement"]["spread"],
         peak["predicted"] / peak["measured"] - 1,
-        as_predicted=found["comparison"]["structure_equal"],
+        as_predicted=result["comparison"]["structure_equal"],
     )
 
 

@@ -88,17 +88,17 @@ def _rsc() -> Iterator[PublishedRow]:
     per_node_day = "6.50 failures per 1,000 node-days"
     for num_devices, published in ((16_384, "1.8 h"), (131_072, "0.23 h")):
         run = f"Meta RSC-1, {num_devices:,} A100: mean time to failure"
-        found = f"{hours(num_devices):.2f} h"
-        yield PublishedRow(run, f"{published} (the paper's projection)", "P", per_node_day, found, "fitted")
+        mtbf = f"{hours(num_devices):.2f} h"
+        yield PublishedRow(run, f"{published} (the paper's projection)", "P", per_node_day, mtbf, "fitted")
     for num_devices, published, rate in ((8, "47.7 d", 21.0), (1024, "7.9 h", 23.7)):
-        found_h = hours(num_devices)
-        found = f"{found_h / 24:.0f} d" if found_h > 100 else f"{found_h:.1f} h"
+        mtbf_h = hours(num_devices)
+        mtbf = f"{mtbf_h / 24:.0f} d" if mtbf_h > 100 else f"{mtbf_h:.1f} h"
         yield PublishedRow(
             f"the same, {num_devices:,} A100, observed",
             published,
             "P",
             "",
-            f"{found}: one rate cannot give all. Observed are {rate} failures per 1,000 node-days, 3 to 4 times the "
+            f"{mtbf}: one rate cannot give all. Observed are {rate} failures per 1,000 node-days, 3 to 4 times the "
             "6.50 that the projections use",
             "missed",
         )
@@ -222,16 +222,17 @@ def _delta() -> Iterator[PublishedRow]:
 
     memory_h = catalog.reliability("delta-h100")["causes"][0]["mtbf_h"] / 4
     nodes = 264  # 1,056 GPUs in nodes of 4
-    own = [spares(nodes * hours / memory_h) / nodes for hours in (2.2, 1 / 12)]
+    spares_at = [spares(nodes * hours / memory_h) / nodes for hours in (2.2, 1 / 12)]
     node_h = solved(lambda hours: -spares(nodes * 2.2 / hours), -0.05 * nodes, 10, 1000, 1)
-    found = spares(nodes / 12 / node_h) / nodes
+    spare_share = spares(nodes / 12 / node_h) / nodes
     yield PublishedRow(
         "Delta: spares for 99.9 %, recovery of 2.2 h and of 5 min",
         "5 % and 2 %",
         "P",
         "",
-        f"{own[0]:.1%} and {own[1]:.1%} on {nodes} nodes with the memory errors of H100 alone. A node that fails every "
-        f"{node_h:.0f} h needs 5 %, and then {found:.1%} at 5 min. The rate of all failures is not in these facts",
+        f"{spares_at[0]:.1%} and {spares_at[1]:.1%} on {nodes} nodes with the memory errors of H100 alone. A node that "
+        f"fails every {node_h:.0f} h needs 5 %, and then {spare_share:.1%} at 5 min. The rate of all failures is not "
+        "in these facts",
         "missed",
     )
 
@@ -266,13 +267,13 @@ def _others() -> Iterator[PublishedRow]:
 
 def _spot() -> PublishedRow:
     zone = catalog.spot_zone("aws-us-west-2a-v100")
-    one = 1 / (1 + zone["preemptions_per_h"] * zone["wait_h"])
+    uptime = 1 / (1 + zone["preemptions_per_h"] * zone["wait_h"])
     return PublishedRow(
         "Spot, us-west-2a: 16 instances at one time",
         "42 % of the time",
         "P",
         "",
-        f"{one**16:.0%} from the zone's rates of one instance, {one:.0%} of the time: preemptions are correlated and "
-        "rates are not. Use a trace",
+        f"{uptime**16:.0%} from the zone's rates of one instance, {uptime:.0%} of the time: preemptions are correlated "
+        "and rates are not. Use a trace",
         "missed",
     )

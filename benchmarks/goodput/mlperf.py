@@ -92,15 +92,15 @@ def mlperf_rows() -> Iterator[PublishedRow]:
             f"{_REASONS.get(benchmark, '')}",
             "met" if close == len(runs) else "missed",
         )
-    one = next(run for run in logged_runs("llama31_405b") if "n64" in run.system and "eos" in run.system)
+    run = next(run for run in logged_runs("llama31_405b") if "n64" in run.system and "eos" in run.system)
     yield PublishedRow(
         "MLPerf Llama 3.1 405B on 512 H100",
-        f"{one.minutes:.1f} min",
+        f"{run.minutes:.1f} min",
         "P",
         "its step and evaluation",
-        f"{one.num_steps} x {one.step_s:.2f} s + {one.num_evaluations} x {one.evaluation_s:.0f} s = "
-        f"{one.predicted_minutes:.1f} min",
-        "met" if abs(one.error) <= _GOAL else "missed",
+        f"{run.num_steps} x {run.step_s:.2f} s + {run.num_evaluations} x {run.evaluation_s:.0f} s = "
+        f"{run.predicted_minutes:.1f} min",
+        "met" if abs(run.error) <= _GOAL else "missed",
     )
     yield from map(_samples_row, _WORDS)
 
@@ -114,7 +114,7 @@ def _samples_row(benchmark: str) -> PublishedRow:
         if 0 < number < len(points) - 1
     ]
     last = fitted(points[:-1]).samples(points[-1][0]) / points[-1][1] - 1
-    worst = max(inner, key=lambda each: abs(each[1]))
+    worst = max(inner, key=lambda named_error: abs(named_error[1]))
     law = fitted(points)
     resolution = _data()["samples"][benchmark]["evaluation_samples"] / points[0][1]
     return PublishedRow(

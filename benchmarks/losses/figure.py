@@ -42,12 +42,12 @@ class _Panel:
 
     left: float
     width: float
-    most: float
+    last_x: float
     least_loss: float
     most_loss: float
 
     def x(self, value: float) -> float:
-        return self.left + self.width * value / self.most
+        return self.left + self.width * value / self.last_x
 
     def y(self, loss: float) -> float:
         floor = math.floor(2 * self.least_loss) / 2
@@ -61,7 +61,7 @@ class _Panel:
             yield line(self.left, y, right, y, GRID)
             if is_first:
                 yield soft(self.left - 6, y + 4, f"{tick:.1f}", anchor="end")
-        for tick in _round_ticks(self.most):
+        for tick in _round_ticks(self.last_x):
             yield line(self.x(tick), _TOP, self.x(tick), bottom, GRID)
             yield soft(self.x(tick), bottom + 16, f"{tick:,.0f}", anchor="middle")
         least = line(self.left, self.y(self.least_loss), right, self.y(self.least_loss), SOFT)
@@ -82,23 +82,23 @@ class _Panel:
 def figure(data: Mapping[str, Any]) -> str:
     """The figure as an SVG document, 960 px wide, with a background."""
     by_samples, by_seconds = [*_lines(data, seconds=False)], [*_lines(data, seconds=True)]
-    most_loss = max(math.ceil(2 * each.losses[0]) / 2 for each in by_samples)
+    most_loss = max(math.ceil(2 * drawn.losses[0]) / 2 for drawn in by_samples)
     width = (_WIDTH - _LEFT - _GAP - 16) / 2
     height = _TOP + _HEIGHT + 52 + 22 * math.ceil(len(by_samples) / 4)
     words = f"cross-entropy in nats, mean of all seeds; dashed: the best possible model, {data['least_loss']:.3f}"
     root = page(_TITLE, _WIDTH, height, words, left=_LEFT)
     for number, (lines, label) in enumerate(((by_samples, "samples"), (by_seconds, "seconds of training"))):
-        most = max(float(each.x[-1]) for each in lines)
-        panel = _Panel(_LEFT + number * (width + _GAP), width, most, data["least_loss"], most_loss)
+        last_x = max(float(drawn.x[-1]) for drawn in lines)
+        panel = _Panel(_LEFT + number * (width + _GAP), width, last_x, data["least_loss"], most_loss)
         root.extend(panel.axes(label, is_first=number == 0))
         root.extend(map(panel.curve, lines))
-    for number, each in enumerate(by_samples):
+    for number, drawn in enumerate(by_samples):
         row, column = divmod(number, 4)
         left, top = _LEFT + column * 222, _TOP + _HEIGHT + 62 + 22 * row
-        root.append(rect(left, top - 6, 18, 4, each.colour))
-        if each.dashes:
+        root.append(rect(left, top - 6, 18, 4, drawn.colour))
+        if drawn.dashes:
             root.append(rect(left + 6, top - 6, 6, 4, PAPER))
-        root.append(text(left + 24, top, each.way))
+        root.append(text(left + 24, top, drawn.way))
     return written(root)
 
 
@@ -112,9 +112,9 @@ def _lines(data: Mapping[str, Any], *, seconds: bool) -> Iterator[_Line]:
         yield _Line(way, colour, dashes, np.mean(axis, axis=0)[steps], losses[steps])
 
 
-def _round_ticks(most: float) -> Iterator[float]:
+def _round_ticks(highest: float) -> Iterator[float]:
     """Round numbers from 0 on, four to eight."""
-    power = 10.0 ** math.floor(math.log10(most / 4))
-    distance = next(power * factor for factor in (5, 2, 1) if most / (power * factor) >= 3)
-    for number in range(int(most / distance) + 1):
+    power = 10.0 ** math.floor(math.log10(highest / 4))
+    distance = next(power * factor for factor in (5, 2, 1) if highest / (power * factor) >= 3)
+    for number in range(int(highest / distance) + 1):
         yield number * distance

@@ -159,12 +159,12 @@ def _rows(data: Mapping[str, Any], curves: Mapping[str, Sequence[LossCurve]]) ->
 
 def _staleness_rows(data: Mapping[str, Any]) -> Iterator[list[str]]:
     for way, runs in data["ways"].items():
-        found = [run["staleness"] for run in runs if "staleness" in run]
-        if found:
+        measured = [run["staleness"] for run in runs if "staleness" in run]
+        if measured:
             keys = ("predicted_mean", "mean", "predicted_p90", "p90")
             yield [
                 f"`{way}`",
-                *(_mean([each[key] for each in found], 2 if key.endswith("mean") else 1) for key in keys),
+                *(_mean([staleness[key] for staleness in measured], 2 if key.endswith("mean") else 1) for key in keys),
             ]
 
 

@@ -98,6 +98,6 @@ class LossRun:
         """Measurement of the run; read from ``FOLDER`` if the same job has been run."""
         job, out = self.job(), FOLDER / f"{self.way.replace(', ', '-').replace('%', '')}-seed{self.seed}"
         file = out / "measurement.json"
-        if file.exists() and (found := read_model(file, Measurement)).complete and found.job == job:
-            return found
+        if file.exists() and (kept := read_model(file, Measurement)).complete and kept.job == job:
+            return kept
         return run_job(job, out)

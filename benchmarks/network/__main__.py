@@ -29,17 +29,17 @@ def main() -> int:
     if reason is not None:
         print(f"make netbench needs Linux, root and iproute2: {reason}", file=sys.stderr)
         return 2
-    found = Measurements(_KEPT)
+    measurements = Measurements(_KEPT)
     try:
         for rate in sorted({network.mbit_per_s for network in NETWORKS}):
-            found.calibrate(rate, STEPS)
+            measurements.calibrate(rate, STEPS)
         for network in NETWORKS:
             print(f"{network.words}: collectives", flush=True)
-            found.time_collectives(network)
-            for plan in found.run_steps(network, [plan for other, plan in STEPS if other is network]):
+            measurements.time_collectives(network)
+            for plan in measurements.run_steps(network, [plan for other, plan in STEPS if other is network]):
                 print(f"{network.words}: {plan.words}", flush=True)
     finally:
-        report = make_report(found, _machine())
+        report = make_report(measurements, _machine())
         _RESULTS.write_text(report.to_markdown())
         _RESULTS.with_suffix(".json").write_text(json.dumps(report.to_json(), indent=1) + "\n")
         print(summary(report), flush=True)

@@ -41,7 +41,7 @@ def main() -> None:
             if number >= 0:
                 link.seconds.append(ended_s - began_s)
     if rank == 0:
-        print(json.dumps([{"kind": one.kind, "num_bytes": one.num_bytes, "seconds": one.seconds} for one in links]))
+        print(json.dumps([{"kind": link.kind, "num_bytes": link.num_bytes, "seconds": link.seconds} for link in links]))
     dist.destroy_process_group()
 
 

@@ -76,15 +76,15 @@ class Payload:
 @contextmanager
 def counted_payload(host: Host) -> Iterator[Payload]:
     """Counts the payload that leaves a host during the block."""
-    found = Payload()
+    payload = Payload()
     command = host.command([sys.executable, "-m", __spec__.name])
     root = Path(__file__).resolve().parents[2]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root) as process:
         assert process.stdout is not None
         process.stdout.readline()  # it listens
-        yield found
+        yield payload
         counts = json.loads(process.communicate()[0])
-    found.by_ports = {(source, destination): count for source, destination, count in counts}
+    payload.by_ports = {(source, destination): count for source, destination, count in counts}
 
 
 def main() -> None:

@@ -102,7 +102,7 @@ class NetworkReport:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
-        return asdict(self) | {"wrong": [[asdict(one) for one in pair] for pair in self.wrong]}
+        return asdict(self) | {"wrong": [[asdict(result) for result in pair] for pair in self.wrong]}
 
     def to_markdown(self) -> str:
         """Page with goals and all cases."""
@@ -113,7 +113,7 @@ class NetworkReport:
             "",
             "| what | goal | found | met |",
             "|---|---|---|---|",
-            *(f"| {name} | {goal} | {found} | {'yes' if ok else '**no**'} |" for name, goal, found, ok in self.goals()),
+            *(f"| {name} | {goal} | {value} | {'yes' if ok else '**no**'} |" for name, goal, value, ok in self.goals()),
             "",
             "A host has one link of 100 Mbit/s in each direction. A collective begins when its last rank enters it,",
             "and ends when its last rank has its result. Predicted steps are those with computing as fast as in the",
@@ -134,9 +134,9 @@ def _table(name: str, results: Sequence[CaseResult]) -> Iterator[str]:
         return
     yield f"| {name} | network | predicted | measured (least to most) | error |"
     yield "|---|---|---:|---:|---:|"
-    for one in results:
-        measured = f"{format_time(one.measured_s)} ({format_time(one.low_s)} to {format_time(one.high_s)})"
-        yield f"| {one.what} | {one.network} | {format_time(one.predicted_s)} | {measured} | {one.error:+.1%} |"
+    for case in results:
+        measured = f"{format_time(case.measured_s)} ({format_time(case.low_s)} to {format_time(case.high_s)})"
+        yield f"| {case.what} | {case.network} | {format_time(case.predicted_s)} | {measured} | {case.error:+.1%} |"
     yield ""
 
 
@@ -147,28 +147,28 @@ def _pairs(results: Iterable[CaseResult]) -> Iterator[tuple[CaseResult, CaseResu
             yield fast, slow
 
 
-def make_report(found: Measurements, machine: str) -> NetworkReport:
+def make_report(measurements: Measurements, machine: str) -> NetworkReport:
     """Predicts all cases, and compares those that have been measured."""
     collectives: list[CaseResult] = []
     steps: list[CaseResult] = []
     missing = []
     for network in NETWORKS:
-        if found.collectives(network).exists():
-            collectives += _collectives(network, found)
+        if measurements.collectives(network).exists():
+            collectives += _collectives(network, measurements)
         else:
             missing.append(f"collectives, {network.words}")
     for network, plan in STEPS:
-        if found.step(network, plan).exists():
-            steps.append(_step(network, plan, found))
+        if measurements.step(network, plan).exists():
+            steps.append(_step(network, plan, measurements))
         else:
             missing.append(f"{plan.words}, {network.words}")
     return NetworkReport(machine, tuple(collectives), tuple(steps), tuple(missing))
 
 
-def _collectives(network: ShapedNetwork, found: Measurements) -> Iterator[CaseResult]:
+def _collectives(network: ShapedNetwork, measurements: Measurements) -> Iterator[CaseResult]:
     """Yields the collectives over all hosts of a network."""
-    n, seconds = network.num_hosts, seconds_alone(network, found)
-    for timed in json.loads(found.collectives(network).read_text()):
+    n, seconds = network.num_hosts, seconds_alone(network, measurements)
+    for timed in json.loads(measurements.collectives(network).read_text()):
         kind, num_bytes, times_s = CollectiveKind(timed["kind"]), timed["num_bytes"], timed["seconds"]
         what = f"{kind} of {format_bytes(min(SIZES_BYTES, key=lambda size: abs(size - num_bytes)))}"
         predicted_s = seconds(Communication(kind, num_bytes, tuple(range(n))))
@@ -180,10 +180,10 @@ def _median_and_range(times_s: Sequence[float]) -> tuple[float, float, float]:
     return statistics.median(times_s), min(times_s), max(times_s)
 
 
-def seconds_alone(network: ShapedNetwork, found: Measurements) -> Callable[[Communication], float]:
+def seconds_alone(network: ShapedNetwork, measurements: Measurements) -> Callable[[Communication], float]:
     """Function from a collective to its seconds in the simulator, with no other communication of the job."""
     plan = next(plan for other, plan in STEPS if other is network)
-    cluster = load_scenario(found.scenario(network, plan)).job.cluster
+    cluster = load_scenario(measurements.scenario(network, plan)).job.cluster
     fabric = fabric_of(cluster)
     usages = Usages(cluster, fabric)
     others = [usage for _, usage in flows_of_other_jobs(cluster, fabric)]
@@ -203,12 +203,12 @@ def seconds_alone(network: ShapedNetwork, found: Measurements) -> Callable[[Comm
     return seconds
 
 
-def _step(network: ShapedNetwork, plan: ShapedPlan, found: Measurements) -> CaseResult:
+def _step(network: ShapedNetwork, plan: ShapedPlan, measurements: Measurements) -> CaseResult:
     """Compares a step; the prediction is made now, and rescaled to the speed of computing in the run."""
-    document = json.loads(found.step(network, plan).read_text())
+    document = json.loads(measurements.step(network, plan).read_text())
     rows = {row["name"]: row["predicted"] for row in document["comparison"]["rows"]}
-    job = load_scenario(found.scenario(network, plan)).job
-    predicted_s = predict(job, calibration=load(found.calibration(network.mbit_per_s))).step_time_s
+    job = load_scenario(measurements.scenario(network, plan)).job
+    predicted_s = predict(job, calibration=load(measurements.calibration(network.mbit_per_s))).step_time_s
     slower_s = rows.get(AT_THIS_SPEED, rows["step time"]) - rows["step time"]
     times_s = document["measurement"]["step_times_s"]
     group = plan.placed and f"{plan.placed}, {network.words}"
@@ -223,6 +223,6 @@ def _step(network: ShapedNetwork, plan: ShapedPlan, found: Measurements) -> Case
 
 def summary(report: NetworkReport) -> str:
     """Goals in a few lines, for the terminal."""
-    return "\n".join(f"{name}: {found} ({goal})" for name, goal, found, _ in report.goals()) + (
+    return "\n".join(f"{name}: {value} ({goal})" for name, goal, value, _ in report.goals()) + (
         f"\n{len(report.missing)} cases are not measured yet" if report.missing else ""
     )

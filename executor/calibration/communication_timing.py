@@ -317,7 +317,7 @@ def time_overlap(dtype: TimedDtype, bench: Bench, *, small: bool = False) -> lis
         together()
         communication_s = watch(all_reduces)
         together()
-        both = watch.beside(begin, partial(matmuls, num_matmuls), wait)
+        both = watch.overlapped(begin, partial(matmuls, num_matmuls), wait)
         slowdowns.append((_slowdown(compute_s, *both), _slowdown(communication_s, *reversed(both))))
     compute, communication = (
         max(1.0, statistics.median(gathered(statistics.median(of_round)))) for of_round in zip(*slowdowns, strict=True)

@@ -88,7 +88,7 @@ class Stopwatch:
         torch.cuda.synchronize()
         return [first.elapsed_time(second) / 1e3 for first, second in pairwise(events)]
 
-    def beside(
+    def overlapped(
         self, begin: Callable[[], object], run: Callable[[], object], wait: Callable[[], object]
     ) -> tuple[float, float]:
         """Seconds until ``run`` has ended, and until everything has.

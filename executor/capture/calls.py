@@ -180,12 +180,12 @@ class CallsPart:
         Raises:
             ValueError: The batch is not like the one of the capture.
         """
-        given = tree_leaves(batch)
-        if (found := shapes_of(given)) != self.batch:
-            raise ValueError(f"the batch has {found}, and the module was cut for {self.batch}")
+        inputs = tree_leaves(batch)
+        if (shapes := shapes_of(inputs)) != self.batch:
+            raise ValueError(f"the batch has {shapes}, and the module was cut for {self.batch}")
         values = {sent.value: sent.unpacked(tensor) for sent, tensor in zip(self.received, received, strict=True)}
         for call, gone in zip(self.calls, self._gone, strict=True):
-            _run(call, module, values, given)
+            _run(call, module, values, inputs)
             for number in gone:
                 del values[number]
         packed = map(SentTensor.packed, self.sent, (values[sent.value] for sent in self.sent))
@@ -203,7 +203,7 @@ class CallsPart:
         return gone[::-1]
 
 
-def _run(call: RecordedCall, module: nn.Module, values: dict[int, Tensor], given: Sequence[Any]) -> None:
+def _run(call: RecordedCall, module: nn.Module, values: dict[int, Tensor], inputs: Sequence[Any]) -> None:
     """Runs a call, and notes its results."""
 
     def argument(leaf: Any) -> Any:
@@ -214,7 +214,7 @@ def _run(call: RecordedCall, module: nn.Module, values: dict[int, Tensor], given
                 owner, _, attribute = name.rpartition(".")
                 return getattr(module.get_submodule(owner), attribute)
             case Given(place):
-                return given[place]
+                return inputs[place]
             case Unread(shape, dtype, device_type):
                 return torch.zeros((), dtype=dtype, device=device_type).expand(shape)
             case _:
@@ -279,11 +279,11 @@ class PassRecording:
         """Tensors sent to a part that begins with a layer: those that are passed on first, then by age."""
         if layer == 0:
             return ()
-        found = [s for s, call in self._makers.items() if call.layer < layer <= self._readers.get(s, -1)]
-        found.sort(key=lambda s: (self._readers[s] <= self._makers[s].layer + 1, s))
+        storages = [s for s, call in self._makers.items() if call.layer < layer <= self._readers.get(s, -1)]
+        storages.sort(key=lambda s: (self._readers[s] <= self._makers[s].layer + 1, s))
         changed = {s for call in self.calls if layer <= call.layer < after for s in call.writes}
         sent = []
-        for storage in found:
+        for storage in storages:
             number = self._whole(storage, layer)
             facts = self.values[number]
             shape = tuple(facts.shape[dim] for dim in facts.order)
@@ -300,7 +300,7 @@ class PassRecording:
         raise refused(made, "return a copy of the part: contiguous() or clone()")
 
     def _part(self, layers: range, received: tuple[SentTensor, ...], sent: tuple[SentTensor, ...]) -> CallsPart:
-        needed, there = {each.value for each in sent}, {each.value for each in received}
+        needed, there = {tensor.value for tensor in sent}, {tensor.value for tensor in received}
         kept: list[RecordedCall] = []
         for call in reversed(self.calls):
             if call.layer >= layers.stop:

@@ -105,14 +105,14 @@ def model_from_module(
 
 def _input_embeddings(module: nn.Module) -> tuple[str, ...]:
     """Returns the modules to which ``enable_input_require_grads`` of transformers 5.23 gives a hook, by path."""
-    paths, found = {id(inner): path for path, inner in module.named_modules()}, dict[str, None]()
+    paths, names = {id(inner): path for path, inner in module.named_modules()}, dict[str, None]()
     for inner in module.modules():
         get = getattr(inner, "get_input_embeddings", None)
         if callable(get):
             with suppress(NotImplementedError):
                 path = paths.get(id(get()))
-                found |= {path: None} if path else {}
-    return (*found,)
+                names |= {path: None} if path else {}
+    return (*names,)
 
 
 class _Captured(NamedTuple):
@@ -255,9 +255,9 @@ def _trace_of(
     fake: nn.Module, batch: Any, *, loss: Loss | None, precision: ComputedIn, is_split: bool, has_values: bool
 ) -> Trace:
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    given = given_batch(batch, dtype, has_values=has_values)
-    named = dict(_named(given))
-    args, kwargs = ((), given) if isinstance(given, Mapping) else (given, {})
+    inputs = given_batch(batch, dtype, has_values=has_values)
+    named = dict(_named(inputs))
+    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
     context = torch.autocast("cpu", dtype=torch.bfloat16) if precision == "autocast" else nullcontext()
 
     def run() -> Tensor:
@@ -364,9 +364,9 @@ def loss_of(output: Any, loss: Loss | None) -> Tensor:
     """
     if loss is not None:
         return loss(output)
-    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(own, Tensor):
-        return own
+    loss_of_output = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss_of_output, Tensor):
+        return loss_of_output
     parts = [leaf.sum() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     if not parts:
         raise ValueError("forward returns no tensor of floating-point numbers")

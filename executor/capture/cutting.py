@@ -42,19 +42,19 @@ def cut(module: nn.Module, trace: Trace) -> tuple[Cut, ...]:
     blocks = sorted((once[name] for name in _blocks(module, "", once)), key=lambda call: call.begin)
     blocks = [call for call in blocks if call.end > call.begin]
     num_operators = len(trace.operators)
-    found = _between(blocks, num_operators) if blocks else []
-    return tuple(found) if len(found) >= _LEAST else _ends_apart(module, trace)
+    cuts = _between(blocks, num_operators) if blocks else []
+    return tuple(cuts) if len(cuts) >= _LEAST else _ends_apart(module, trace)
 
 
 def _between(blocks: Sequence[ModuleCall], num_operators: int) -> list[Cut]:
     first, last = blocks[0], blocks[-1]
-    found = [Cut("", 0, first.begin, "")] if first.begin else []
+    cuts = [Cut("", 0, first.begin, "")] if first.begin else []
     for block, after in pairwise(blocks):
-        found.append(Cut(block.module, block.begin, after.begin, f"enter {block.module}"))
-    found.append(Cut(last.module, last.begin, last.end, f"enter {last.module}"))
+        cuts.append(Cut(block.module, block.begin, after.begin, f"enter {block.module}"))
+    cuts.append(Cut(last.module, last.begin, last.end, f"enter {last.module}"))
     if last.end < num_operators:
-        found.append(Cut("", last.end, num_operators, f"leave {last.module}"))
-    return found
+        cuts.append(Cut("", last.end, num_operators, f"leave {last.module}"))
+    return cuts
 
 
 def _ends_apart(module: nn.Module, trace: Trace) -> tuple[Cut, ...]:
@@ -107,7 +107,7 @@ def _holds_lists(module: nn.Module) -> bool:
 
 def _repeats(modules: Iterable[nn.Module]) -> bool:
     """True if two have the same class, and weights in modules of their own."""
-    kinds = Counter(type(each) for each in modules if _num_weights(each) and any(True for _ in each.children()))
+    kinds = Counter(type(module) for module in modules if _num_weights(module) and any(True for _ in module.children()))
     return any(number > 1 for number in kinds.values())
 
 

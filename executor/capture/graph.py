@@ -81,9 +81,9 @@ def _derived(two: Trace, three: Trace, weights: set[int]) -> Iterator[int]:
     """Storages computed from weights alone that do not grow with the batch, such as standardized weights."""
     for seen in two.operators:
         if seen.reads and weights.issuperset(operand.storage for operand in seen.reads):
-            found = [storage for storage in seen.makes if three.sizes[storage] == two.sizes[storage]]
-            weights.update(found)
-            yield from found
+            batch_sized = [storage for storage in seen.makes if three.sizes[storage] == two.sizes[storage]]
+            weights.update(batch_sized)
+            yield from batch_sized
 
 
 class _Graph:
@@ -146,19 +146,19 @@ class _Graph:
 
     def _layer(self, number: int) -> CapturedLayer:
         layer = self._cuts[number]
-        given, handed = self._alive(number), self._alive(number + 1)
-        names = {storage: f"input{place}" for place, storage in enumerate(given)}
-        own = self._two.operators[layer.begin : layer.end]
-        read = {operand.storage for seen in own for operand in seen.reads}
+        alive, handed = self._alive(number), self._alive(number + 1)
+        names = {storage: f"input{place}" for place, storage in enumerate(alive)}
+        calls = self._two.operators[layer.begin : layer.end]
+        read = {operand.storage for seen in calls for operand in seen.reads}
         batch = {storage: name for storage, name in self._two.inputs.items() if storage in read}
         names |= batch
-        inputs = [self._tensor(storage, names[storage]) for storage in (*given, *batch)]
-        elsewhere = {names[s] for s in given if self._is_forwarded(s)} | set(batch.values())
+        inputs = [self._tensor(storage, names[storage]) for storage in (*alive, *batch)]
+        elsewhere = {names[s] for s in alive if self._is_forwarded(s)} | set(batch.values())
         parameters: dict[str, CapturedParameter] = {}
         operators = list(self._operators(number, names, parameters))
         tied = tuple(
             self._local(self._weights[storage], layer.module)
-            for storage in dict.fromkeys(o.storage for seen in own for o in seen.reads)
+            for storage in dict.fromkeys(o.storage for seen in calls for o in seen.reads)
             if storage in self._two.parameters
             and number
             and self._users[self._weights[storage]] == {0, len(self._cuts) - 1}
@@ -172,7 +172,7 @@ class _Graph:
             operators=tuple(operators),
             outputs=tuple(names[storage] for storage in handed),
             output_shapes=tuple((self._tensor(storage, "").elements,) for storage in handed),
-            passed=tuple(place for place, storage in enumerate(handed) if storage in given),
+            passed=tuple(place for place, storage in enumerate(handed) if storage in alive),
             forwarded=tuple(names[storage] for storage in made if self._is_forwarded(storage)),
             tied=tied,
             buffers=tuple(t.model_copy(update={"name": self._local(t.name, layer.module)}) for t in buffers),
@@ -310,7 +310,7 @@ def _shapes(two: Sequence[Operand], three: Sequence[Operand]) -> Shapes:
     """Shapes of one sample; a list with a tensor for each sample is one tensor of its elements."""
     if len(two) == len(three):
         return tuple(one_sample(less.shape, more.shape) for less, more in zip(two, three, strict=True))
-    less, more = (sum(prod(operand.shape) for operand in each) for each in (two, three))
+    less, more = (sum(prod(operand.shape) for operand in operands) for operands in (two, three))
     return ((more - less,),)
 
 

@@ -57,9 +57,9 @@ def module_of_config(data: dict[str, Any], device: str = "meta") -> tuple[nn.Mod
 
 def _class_of(transformers: Any, config: Any) -> Callable[[Any], nn.Module]:
     for name in config.architectures or ():
-        found: Callable[[Any], nn.Module] | None = getattr(transformers, name, None)
-        if found is not None:
-            return found
+        model_class: Callable[[Any], nn.Module] | None = getattr(transformers, name, None)
+        if model_class is not None:
+            return model_class
     for auto in _USED_BY:
         mapping = getattr(transformers, auto)._model_mapping
         if type(config) in mapping:
@@ -131,7 +131,7 @@ def _images(config: Any, number: int) -> Tensor:
 def _sound(main: str, config: Any, seq_len: int) -> tuple[int, ...]:
     """Shape of a sample of sound: of a wave, or of a spectrogram, which has frequencies first in Whisper's kind."""
     parts = config, getattr(config, "encoder_config", None)
-    bins = next((found for part in parts for key in _BINS if (found := getattr(part, key, None))), None)
+    bins = next((number for part in parts for key in _BINS if (number := getattr(part, key, None))), None)
     if main == _WAVE:
         channels = getattr(config, "audio_channels", None)
         return (config.max_length, bins) if bins else (*((channels,) if channels else ()), _WAVE_SAMPLES)

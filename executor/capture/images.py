@@ -143,7 +143,7 @@ def _square(value: Any) -> int:
 
 
 def _channels(vision: Any) -> int:
-    return next((found for key in ("in_channels", "num_channels") if (found := getattr(vision, key, None))), 3)
+    return next((number for key in ("in_channels", "num_channels") if (number := getattr(vision, key, None))), 3)
 
 
 def _size_of(config: Any, images: Images, unit: int, usual: Size | None = None) -> Size:
@@ -182,11 +182,11 @@ def _grid(module: nn.Module, accepted: Mapping[str, Any], config: Any, vision: A
 
     def make(samples: int, length: int) -> dict[str, Tensor]:
         number = samples * images.number
-        found = {
+        inputs = {
             PIXELS: torch.ones(number * rows * columns, *shape),
             "image_grid_thw": torch.tensor([[1, rows, columns]] * number),
         }
-        return found | (
+        return inputs | (
             {"image_merge_sizes": torch.ones(number, dtype=torch.int64)} if "image_merge_sizes" in accepted else {}
         )
 
@@ -197,14 +197,14 @@ def _positions(config: Any, vision: Any, images: Images) -> _Layout:
     """Patches of each image up to a largest number, and the place of each (Gemma 4)."""
     patch, pool = _square(vision.patch_size), vision.pooling_kernel_size
     unit = patch * pool
-    most = getattr(vision, "num_soft_tokens", None) or _USUAL_SOFT_TOKENS
-    side = int(most**0.5)
+    max_tokens = getattr(vision, "num_soft_tokens", None) or _USUAL_SOFT_TOKENS
+    side = int(max_tokens**0.5)
     size = _size_of(config, images, unit, (unit * side, unit * side))
     merged = getattr(vision, "model_patch_size", None)  # of a model without a tower, whose patches are merged
     width = merged or patch
-    rows, columns, padded = size[0] // width, size[1] // width, most * (unit // width) ** 2
+    rows, columns, padded = size[0] // width, size[1] // width, max_tokens * (unit // width) ** 2
     if rows * columns > padded:
-        rule = f"has {rows * columns // (unit // width) ** 2} tokens, of at most {most}"
+        rule = f"has {rows * columns // (unit // width) ** 2} tokens, of at most {max_tokens}"
         raise _wrong(_SIZE, f"{size[0]}x{size[1]}", rule, f"use {unit * side}x{unit * side}")
 
     def make(samples: int, length: int) -> dict[str, Tensor]:
@@ -272,18 +272,18 @@ def _naflex(config: Any, vision: Any, images: Images) -> _Layout:
         _square(vision.patch_size) * int(getattr(config, "downsample_factor", 1) or 1),
     )
     size = _size_of(config, images, unit)
-    most = (_NAFLEX_TILE // patch) ** 2
+    max_patches = (_NAFLEX_TILE // patch) ** 2
     rows, columns, tiles = size[0] // patch, size[1] // patch, 1
-    if rows * columns > most:
+    if rows * columns > max_patches:
         size, tiles = _tiles(config, images, _NAFLEX_TILE, None)
         rows = columns = _NAFLEX_TILE // patch
 
     def make(samples: int, length: int) -> dict[str, Tensor]:
         number = samples * images.number * tiles
-        mask = torch.zeros(number, most, dtype=torch.int32)
+        mask = torch.zeros(number, max_patches, dtype=torch.int32)
         mask[:, : rows * columns] = 1
         return {
-            PIXELS: torch.ones(number, most, _channels(vision) * patch * patch),
+            PIXELS: torch.ones(number, max_patches, _channels(vision) * patch * patch),
             "pixel_attention_mask": mask,
             "spatial_shapes": torch.tensor([[rows, columns]] * number),
         }
@@ -293,22 +293,22 @@ def _naflex(config: Any, vision: Any, images: Images) -> _Layout:
 
 def _aspects(config: Any, vision: Any, images: Images) -> _Layout:
     """Tiles of each image, padded to the largest number, and its aspect ratio (Llama 3.2 Vision)."""
-    tile, most = _square(vision.image_size), vision.max_num_tiles
+    tile, max_tiles = _square(vision.image_size), vision.max_num_tiles
     size = _size_of(config, images, tile, (tile, tile))
-    ratio, ratios = [size[0] // tile, size[1] // tile], [[*each] for each in vision.supported_aspect_ratios]
+    ratio, ratios = [size[0] // tile, size[1] // tile], [[*aspect] for aspect in vision.supported_aspect_ratios]
     if ratio not in ratios:
         known = ", ".join(f"{tile * rows}x{tile * columns}" for rows, columns in ratios)
         raise _wrong(
-            _SIZE, f"{size[0]}x{size[1]}", f"has more than {most} tiles of {tile} x {tile}", f"use one of {known}"
+            _SIZE, f"{size[0]}x{size[1]}", f"has more than {max_tiles} tiles of {tile} x {tile}", f"use one of {known}"
         )
     tiles = ratio[0] * ratio[1]
 
     def make(samples: int, length: int) -> dict[str, Tensor]:
         number = images.number
-        there = torch.zeros(samples, number, most, dtype=torch.int64)
+        there = torch.zeros(samples, number, max_tiles, dtype=torch.int64)
         there[..., :tiles] = 1
         return {
-            PIXELS: torch.ones(samples, number, most, _channels(vision), tile, tile),
+            PIXELS: torch.ones(samples, number, max_tiles, _channels(vision), tile, tile),
             "aspect_ratio_ids": torch.full((samples, number), ratios.index(ratio) + 1),
             "aspect_ratio_mask": there,
             "cross_attention_mask": there[:, None].repeat(1, length, 1, 1),
@@ -359,20 +359,20 @@ def _tokens(module: nn.Module, layout: _Layout, number: int) -> int:
         if owner is None:
             return 1
         accepted = inspect.signature(owner.get_image_features).parameters
-        given = given_batch({key: batch[key] for key in batch if key in accepted}, torch.float32, has_values=True)
-        with as_on_gpus(), Tracer(fake, given, Values()):
-            found = owner.get_image_features(**given)
-    pooled = getattr(found, "pooler_output", None)
-    found = pooled if pooled is not None else getattr(found, "last_hidden_state", found)
-    parts = found if isinstance(found, list | tuple) else [found]
+        inputs = given_batch({key: batch[key] for key in batch if key in accepted}, torch.float32, has_values=True)
+        with as_on_gpus(), Tracer(fake, inputs, Values()):
+            output = owner.get_image_features(**inputs)
+    pooled = getattr(output, "pooler_output", None)
+    output = pooled if pooled is not None else getattr(output, "last_hidden_state", output)
+    parts = output if isinstance(output, list | tuple) else [output]
     rows: int = sum(part.numel() // part.shape[-1] for part in parts)
     return rows // number
 
 
 def _placeholder(config: Any) -> int:
     keys = "image_token_id", "image_token_index"
-    found = next((value for key in keys if (value := getattr(config, key, None)) is not None), None)
-    if found is None:
+    token_id = next((value for key in keys if (value := getattr(config, key, None)) is not None), None)
+    if token_id is None:
         what = f"a model whose configuration has no token of images ({' or '.join(keys)})"
         raise NotModelledError(
             Problem(
@@ -382,7 +382,7 @@ def _placeholder(config: Any) -> int:
                 fix="capture it with texts alone: --images 0",
             )
         )
-    return int(found)
+    return int(token_id)
 
 
 def _word(config: Any) -> int:
@@ -395,5 +395,5 @@ def _word(config: Any) -> int:
         if isinstance(value, int) and "token" in key
     }
     vocabulary = int(text.vocab_size)
-    found: int = next(number for number in range(vocabulary - 1, -1, -1) if number not in special)
-    return found
+    token: int = next(number for number in range(vocabulary - 1, -1, -1) if number not in special)
+    return token

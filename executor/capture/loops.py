@@ -28,10 +28,10 @@ def without_loops(two: Trace, three: Trace) -> Trace:
     """
     if len(two.operators) >= len(three.operators):
         return three
-    found = _aligned([*map(signature, two.operators)], [*map(signature, three.operators)])
-    if found is None:
+    aligned = _aligned([*map(signature, two.operators)], [*map(signature, three.operators)])
+    if aligned is None:
         return three
-    places, loops = found
+    places, loops = aligned
     operators = [three.operators[place] for place in places]
     sizes = _renumbered(two, three, operators)
     for loop in loops:
@@ -91,15 +91,15 @@ def _first(two: Sequence[Signature], end: int, wanted: Sequence[Signature]) -> l
 
     Autocast casts a weight once, so that the first sample may have more operators than the second.
     """
-    found, place = list[int](), end - 1
-    for each in reversed(wanted):
-        while place >= 0 and two[place] != each and two[place][0] == _CAST:
+    places, place = list[int](), end - 1
+    for signature_wanted in reversed(wanted):
+        while place >= 0 and two[place] != signature_wanted and two[place][0] == _CAST:
             place -= 1
-        if place < 0 or two[place] != each:
+        if place < 0 or two[place] != signature_wanted:
             return []
-        found.append(place)
+        places.append(place)
         place -= 1
-    return found[::-1]
+    return places[::-1]
 
 
 _CAST = "aten._to_copy"

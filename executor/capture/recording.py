@@ -73,9 +73,9 @@ def record_calls(
     originals: dict[int, Tensor] = {}
     with active_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True):
         fake = fake_module(module, dtype, device, originals, buffer_dtype)
-        given = tree_map(lambda leaf: fake_tensor(leaf, dtype, device) if isinstance(leaf, Tensor) else leaf, batch)
-        recorder = _Recorder(fake, given, originals, device.type)
-        args, kwargs = ((), given) if isinstance(given, Mapping) else (given, {})
+        inputs = tree_map(lambda leaf: fake_tensor(leaf, dtype, device) if isinstance(leaf, Tensor) else leaf, batch)
+        recorder = _Recorder(fake, inputs, originals, device.type)
+        args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
         with (
             recorder.watching(fake, blocks, dtype if casts_inputs else None),
             without_data(),

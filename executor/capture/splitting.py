@@ -91,15 +91,17 @@ def _split_by_user(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            given = plan(*(module, mesh)[: len(required)])
+            styles = plan(*(module, mesh)[: len(required)])
         except Exception as error:
             raise SpecError(_failed(name, error)) from error
     _check_resolved(name, caught)
-    if isinstance(given, Mapping):
-        for key, each in given.items():
-            _apply(module, mesh, key, each)
+    if isinstance(styles, Mapping):
+        for key, style in styles.items():
+            _apply(module, mesh, key, style)
     elif not takes_mesh:
-        rule = f"gives {type(given).__name__}, and must give a dictionary of names of modules and their parallel styles"
+        rule = (
+            f"gives {type(styles).__name__}, and must give a dictionary of names of modules and their parallel styles"
+        )
         raise SpecError(Problem(field=_FIELD, value=name, rule=rule, fix="return the plan for parallelize_module"))
 
 
@@ -128,17 +130,17 @@ def _own_weights() -> Iterator[None]:
         yield
 
 
-def _apply(module: nn.Module, mesh: DeviceMesh, key: Any, given: Any) -> None:
+def _apply(module: nn.Module, mesh: DeviceMesh, key: Any, style: Any) -> None:
     """Applies one entry of a plan."""
-    if not isinstance(key, str) or not isinstance(given, ParallelStyle):
-        rule = f"is {given!r}, and must be a style of torch.distributed.tensor.parallel"
+    if not isinstance(key, str) or not isinstance(style, ParallelStyle):
+        rule = f"is {style!r}, and must be a style of torch.distributed.tensor.parallel"
         raise SpecError(Problem(field=_FIELD, value=str(key), rule=rule, fix="use ColwiseParallel() or another one"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            parallelize_module(module, mesh, {key: given}, src_data_rank=None)
+            parallelize_module(module, mesh, {key: style}, src_data_rank=None)
         except (NotImplementedError, ValueError, RuntimeError, AssertionError, TypeError) as error:
-            rule = f"{type(given).__name__} does not go with it ({_first_line(error)})"
+            rule = f"{type(style).__name__} does not go with it ({_first_line(error)})"
             raise SpecError(Problem(field=_FIELD, value=key, rule=rule, fix="use another style, or module")) from error
     _check_resolved(key, caught)
 
@@ -206,7 +208,7 @@ def _tied(module: nn.Module) -> list[list[str]]:
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
-    return [found for found in names.values() if len(found) > 1]
+    return [same for same in names.values() if len(same) > 1]
 
 
 def _check_tied(module: nn.Module, tied: Sequence[Sequence[str]]) -> None:
@@ -245,11 +247,11 @@ def _show_as_dtensors(module: nn.Module, partial: Collection[str]) -> None:
         for name, parameter in list(part.named_parameters(recurse=False)):
             if not isinstance(parameter, DTensor):
                 continue
-            own = made.get(id(parameter))
-            if own is None:
+            local_parameter = made.get(id(parameter))
+            if local_parameter is None:
                 local = parameter.to_local().detach()
-                own = made[id(parameter)] = nn.Parameter(local, requires_grad=parameter.requires_grad)
-            part.register_parameter(name, own)
+                local_parameter = made[id(parameter)] = nn.Parameter(local, requires_grad=parameter.requires_grad)
+            part.register_parameter(name, local_parameter)
             is_part = (f"{path}.{name}" if path else name) in partial
             shown[name] = property(_reader(name, parameter.device_mesh, parameter.placements[0], is_part=is_part))
         if shown:
@@ -258,13 +260,13 @@ def _show_as_dtensors(module: nn.Module, partial: Collection[str]) -> None:
 
 def _reader(name: str, mesh: DeviceMesh, placement: Placement, *, is_part: bool) -> Callable[[nn.Module], Tensor]:
     def read(module: nn.Module) -> Tensor:
-        own = module._parameters[name]
-        assert own is not None
-        if isinstance(own, DTensor):  # a shard of FSDP, outside of forward
-            return own
+        parameter = module._parameters[name]
+        assert parameter is not None
+        if isinstance(parameter, DTensor):  # a shard of FSDP, outside of forward
+            return parameter
         if not is_part:
-            return _from_local(own, mesh, placement)
-        placed: Tensor = _PartOfGradient.apply(own, mesh)  # type: ignore[no-untyped-call]
+            return _from_local(parameter, mesh, placement)
+        placed: Tensor = _PartOfGradient.apply(parameter, mesh)  # type: ignore[no-untyped-call]
         return placed
 
     return read

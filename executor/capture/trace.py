@@ -211,8 +211,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out  # a view
         if name in _NO_WORK:
             reads = ()
-        given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
-        settings = {key: value for key, value in given.items() if _is_plain(value)}
+        arguments = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+        settings = {key: value for key, value in arguments.items() if _is_plain(value)}
         seen = Seen(name, self.path[-1], settings, reads, results, makes, writes)
         self.trace.operators.append(seen)
         if len(self.trace.operators) > _MOST_OPERATORS:
@@ -253,12 +253,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def read_node(self, seen: Seen, tensors: Sequence[Tensor]) -> bool:
         """True if the operator has a node; its saved tensors are then known."""
-        found = False
+        has_node = False
         for tensor in tensors:
             node = tensor.grad_fn
             if not tensor.requires_grad or node is None:
                 continue
-            found = seen.has_gradient = True
+            has_node = seen.has_gradient = True
             self.trace.needs_gradient.add(self.number(tensor))
             if id(node) in self._nodes:
                 continue
@@ -269,7 +269,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             seen.num_gradients = sum(function is not None for function, _ in node.next_functions)
             saved = (self.number(kept) for kept in _saved_tensors(node))
             seen.saves = tuple(dict.fromkeys((*seen.saves, *saved)))
-        return found
+        return has_node
 
     def _operands(self, tree: Any) -> tuple[Operand, ...]:
         tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
@@ -315,10 +315,12 @@ def as_on_gpus() -> Iterator[None]:
     attention = functional.scaled_dot_product_attention
 
     def dropped(*args: Any, **kwargs: Any) -> Tensor:
-        given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
-        is_on = given.get("training", given.get("train", True)) and given.get("p", _USUAL_DROPOUT) > 0
+        arguments = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+        is_on = arguments.get("training", arguments.get("train", True)) and arguments.get("p", _USUAL_DROPOUT) > 0
         return (
-            torch.native_dropout(given["input"], given.get("p", _USUAL_DROPOUT), True)[0] if is_on else given["input"]
+            torch.native_dropout(arguments["input"], arguments.get("p", _USUAL_DROPOUT), True)[0]
+            if is_on
+            else arguments["input"]
         )
 
     def attended(*args: Any, **kwargs: Any) -> Tensor:
@@ -439,5 +441,5 @@ def _saved_names(node: type) -> tuple[str, ...]:
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
-        return all(isinstance(each, bool | int | float) for each in value)
+        return all(isinstance(item, bool | int | float) for item in value)
     return isinstance(value, bool | int | float | str)

@@ -117,18 +117,18 @@ def function_of(field: str, reference: Reference) -> Callable[..., Any]:
         SpecError: There is none, or its module fails.
     """
     try:
-        found: Any = importlib.import_module(reference.module)
+        target: Any = importlib.import_module(reference.module)
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
         rule = f"cannot be imported ({said})"
         fix = "run the command in the folder of your code, or install it"
         raise SpecError(Problem(field=field, value=str(reference), rule=rule, fix=fix)) from error
     for part in reference.function.split("."):
-        found = getattr(found, part, None)
-    if not callable(found):
+        target = getattr(target, part, None)
+    if not callable(target):
         rule = f"is no function of {reference.module}"
         raise SpecError(Problem(field=field, value=str(reference), rule=rule, fix="check its name"))
-    function: Callable[..., Any] = found
+    function: Callable[..., Any] = target
     return function
 
 
@@ -143,6 +143,6 @@ def called(field: str, reference: Reference, function: Callable[..., Any], *args
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         rule = f"fails in {frame.filename}, line {frame.lineno}: {type(error).__name__}: {error}"
-        given = f" with {args[0]}" if args else ""
+        argument = f" with {args[0]}" if args else ""
         fix = f"make {reference}({args[0] if args else ''}) work in Python"
-        raise SpecError(Problem(field=field, value=f"{reference}{given}", rule=rule, fix=fix)) from error
+        raise SpecError(Problem(field=field, value=f"{reference}{argument}", rule=rule, fix=fix)) from error

@@ -36,22 +36,22 @@ class Values:
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Result of an operator: with data if all of its operands have some, else without."""
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         writes = func._schema.is_mutable
-        if func.is_view and not any(isinstance(leaf, FakeTensor) for leaf in given):
+        if func.is_view and not any(isinstance(leaf, FakeTensor) for leaf in tensors):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        if any(isinstance(leaf, FakeTensor) or _address(leaf) in self._unknown for leaf in given):
+        if any(isinstance(leaf, FakeTensor) or _address(leaf) in self._unknown for leaf in tensors):
             if func.overloadpacket in _INDEXING:
                 args = (args[0], self._indices(args[1]), *args[2:])
             with unset_fake_temporarily():
                 args, kwargs = tree_map_only(Tensor, _without_graph, (args, kwargs))
-            found = func(*args, **kwargs)
-            if not writes or isinstance(given[0], FakeTensor):
-                return found
-            self._kept.append(given[0])
-            self._unknown.add(_address(given[0]))
-            return given[0]
+            output = func(*args, **kwargs)
+            if not writes or isinstance(tensors[0], FakeTensor):
+                return output
+            self._kept.append(tensors[0])
+            self._unknown.add(_address(tensors[0]))
+            return tensors[0]
         if not writes and _is_large(func, args, kwargs):
             return func(*args, **kwargs)
         with unset_fake_temporarily():
@@ -59,15 +59,15 @@ class Values:
 
     def _indices(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Indices, with numbers in the place of masks with data, so that there is no doubt how many there are."""
-        found = list[Tensor | None]()
+        expanded = list[Tensor | None]()
         for index in indices:
             is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
             if index is None or not is_mask or isinstance(index, FakeTensor) or _address(index) in self._unknown:
-                found.append(index)
+                expanded.append(index)
             else:
                 with unset_fake_temporarily():
-                    found += index.nonzero(as_tuple=True)
-        return found
+                    expanded += index.nonzero(as_tuple=True)
+        return expanded
 
 
 _INDEXING = frozenset({torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_})

@@ -153,9 +153,9 @@ class FaultInjector:
             elif fault.kind == "stop":
                 signal_ours(pid, signal.SIGSTOP)
             elif fault.kind == "slow":
-                _beside(_slow_down, pid, fault.slowdown or 1.0, fault.for_s or 0.0)
+                _in_background(_slow_down, pid, fault.slowdown or 1.0, fault.for_s or 0.0)
             elif signal_ours(pid, signal.SIGTERM):
-                _beside(_kill_later, pid, fault.notice_s or 0.0)
+                _in_background(_kill_later, pid, fault.notice_s or 0.0)
         return True
 
     def _lose_this_node(self, fault: Fault) -> None:
@@ -164,12 +164,12 @@ class FaultInjector:
             self._on_lost(fault.for_s)
         if fault.kind == "preempt":
             os.kill(os.getpid(), signal.SIGTERM)
-            _beside(_kill_this_process_later, fault.notice_s or 0.0)
+            _in_background(_kill_this_process_later, fault.notice_s or 0.0)
         else:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _beside(work: Callable[..., None], *args: float) -> None:
+def _in_background(work: Callable[..., None], *args: float) -> None:
     threading.Thread(target=work, args=args, name="fault", daemon=True).start()
 
 

@@ -175,17 +175,17 @@ def check_places(stages: Iterable[nn.Module], spec: ModelSpec, tokens: int) -> N
     for name, module in ((name, module) for stage in stages for name, module in stage.named_modules()):
         if not isinstance(module, ExpertMlp) or module.most_tokens is None:
             continue
-        most, module.most_tokens = module.most_tokens, None
-        if spec.drop_tokens or int(most.max()) <= places:
+        received, module.most_tokens = module.most_tokens, None
+        if spec.drop_tokens or int(received.max()) <= places:
             continue
         share = tokens * spec.top_k / spec.num_experts
         raise SpecError(
             Problem(
                 field="model.capacity_factor",
                 value=f"{spec.capacity_factor:g}",
-                rule=f"is capacity {places} per sequence; expert {int(most.argmax())} of "
-                f"{name.removeprefix('module.')} received {int(most.max())}",
-                fix=f"use {int(most.max()) / share:.3g} or more, or model.drop_tokens = true",
+                rule=f"is capacity {places} per sequence; expert {int(received.argmax())} of "
+                f"{name.removeprefix('module.')} received {int(received.max())}",
+                fix=f"use {int(received.max()) / share:.3g} or more, or model.drop_tokens = true",
             )
         )
 

@@ -142,14 +142,18 @@ def run_times(
     if not any(entry.kind == "step" for entry in log) or not begun:
         return None
     first_s, full = begun[0].ready_s, max(attempt.launched.num_nodes for attempt in attempts)
-    slow = [(each.time_s, each.time_s + (each.fault.for_s or 0.0)) for each in happened if each.fault.kind == "slow"]
+    slow = [
+        (event.time_s, event.time_s + (event.fault.for_s or 0.0)) for event in happened if event.fault.kind == "slow"
+    ]
     step_s = _median_steps(begun, slow)
     waterfall_s: dict[str, float] = defaultdict(float)
     for attempt in attempts:
         for part in _parts(attempt, slow, step_s, full):
             if part.end_s > first_s:
                 waterfall_s[part.name] += part.seconds
-    checkpoints_s = [b.end_s - a.end_s for each in attempts for a, b in pairwise(each.log) if b.kind == "checkpoint"]
+    checkpoints_s = [
+        b.end_s - a.end_s for attempt in attempts for a, b in pairwise(attempt.log) if b.kind == "checkpoint"
+    ]
     return RunTimes(
         initialization_s=first_s - launches[0].start_s,
         time_s=sum(waterfall_s.values()),

@@ -33,10 +33,10 @@ def steady_from(times_s: Sequence[float]) -> int:
     in the second half is not removed.
     """
     times = np.asarray(times_s)
-    most = max(0, min(len(times) // 2, len(times) - MIN_STEADY_STEPS))
-    if not most:
+    max_left_out = max(0, min(len(times) // 2, len(times) - MIN_STEADY_STEPS))
+    if not max_left_out:
         return 0
-    return int(np.argmin([times[begin:].var() / (len(times) - begin) for begin in range(most + 1)]))
+    return int(np.argmin([times[begin:].var() / (len(times) - begin) for begin in range(max_left_out + 1)]))
 
 
 def find_slow_ranks(job: RunSpec, steps: Sequence[Sequence[StepRecord]], *, cuda: bool) -> tuple[SlowRank, ...]:

@@ -102,9 +102,11 @@ def _successors(vocab_size: int, seed: int) -> Tensor:
 @lru_cache(maxsize=1)
 def _waves(image_size: int, num_classes: int) -> Tensor:
     """Periods of each class's grating along the height and width of an image, (num_classes, 2), the longest first."""
-    most = (image_size - 1) // 2
-    periods = range(-most, most + 1)
-    waves = [(y, x) for y in range(most + 1) for x in periods if (y, x) > (0, 0)]  # its inverse is the same wave
+    max_frequency = (image_size - 1) // 2
+    periods = range(-max_frequency, max_frequency + 1)
+    waves = [
+        (y, x) for y in range(max_frequency + 1) for x in periods if (y, x) > (0, 0)
+    ]  # its inverse is the same wave
     return torch.tensor(sorted(waves, key=lambda wave: (math.hypot(*wave), wave))[:num_classes])
 
 

@@ -90,7 +90,7 @@ class ServerClient:
     ) -> None:
         self._worker, self._recorder = worker, recorder
         self._servers: Sequence[Connection] = ()
-        self._beside = [replication.server_rank(k, num_workers, worker) for k in range(replication.servers)]
+        self._server_ranks = [replication.server_rank(k, num_workers, worker) for k in range(replication.servers)]
         slices = replication.server_slices([parameter.numel() for parameter in parameters])
         sizes = [HEADER + sum(end - begin for _, begin, end in of_server) for of_server in slices]
         device = parameters[0].device
@@ -148,17 +148,17 @@ class ServerClient:
             self._copied("to_host", self._sent, self._joined)
         for message in self._messages:
             message[0] = _UPDATES
-        messages = list(zip(self._servers, self._messages, self._beside, strict=True))
+        messages = list(zip(self._servers, self._messages, self._server_ranks, strict=True))
         pushed = [
-            (self._recorder.issue("send", (self._worker, beside), message.nbytes), server.send(message))
-            for server, message, beside in messages
+            (self._recorder.issue("send", (self._worker, server_rank), message.nbytes), server.send(message))
+            for server, message, server_rank in messages
         ]
         for handle, work in pushed:
             work.wait()
             self._recorder.complete(handle)
         updates = []
-        for server, message, beside in messages:
-            handle = self._recorder.issue("recv", (beside, self._worker), message.nbytes)
+        for server, message, server_rank in messages:
+            handle = self._recorder.issue("recv", (server_rank, self._worker), message.nbytes)
             server.recv(message)
             self._recorder.complete(handle)
             staleness, queued_s, held_s, ahead = message[:HEADER].tolist()
@@ -264,15 +264,15 @@ class ParameterServer:
         ]
         for thread in threads:
             thread.start()
-        most = 0
+        num_done = 0
         while any(thread.is_alive() for thread in threads):
             for thread in threads:
                 thread.join(_POLL_S / len(threads))
             if self._failure is not None:
                 raise self._failure
             least = min(self._clocks.applied)
-            most = most if least == float("inf") else int(least)
-            on_poll(most)
+            num_done = num_done if least == float("inf") else int(least)
+            on_poll(num_done)
 
     def answer(self, worker: int, message: Tensor) -> None:
         """Updates by the gradients of a message, and writes the reply into it.

@@ -209,17 +209,17 @@ def _bare(module: Any) -> nn.Module:
     return bare
 
 
-def _divergence(given: Tensor, of_reference: Tensor, targets: Tensor) -> Tensor:
+def _divergence(logits: Tensor, of_reference: Tensor, targets: Tensor) -> Tensor:
     """ASFT's loss: cross-entropy weighted by the probability of the target, and the divergence from the reference.
 
     As LLaMA-Factory at ff6d4d1 has it (train/trainer_utils.py, ``asft_loss_func``), which copies both logits.
     """
-    wide = given.to(_wide(given))
-    own, other = wide.clone().flatten(0, -2), of_reference.clone().flatten(0, -2)
-    entropy = cross_entropy(own, targets, reduction="none")
+    wide = logits.to(_wide(logits))
+    trained, other = wide.clone().flatten(0, -2), of_reference.clone().flatten(0, -2)
+    entropy = cross_entropy(trained, targets, reduction="none")
     number, mask = (targets != IGNORED).sum(), (targets != IGNORED).flatten()
-    found, probs = functional.log_softmax(own, dim=-1), functional.softmax(other, dim=-1)
-    divergence = functional.kl_div(found, probs, reduction="none").sum(-1)
+    log_probs, probs = functional.log_softmax(trained, dim=-1), functional.softmax(other, dim=-1)
+    divergence = functional.kl_div(log_probs, probs, reduction="none").sum(-1)
     weighted = entropy * torch.exp(-entropy).detach() + BETA * divergence * mask
     return weighted.sum() / number
 

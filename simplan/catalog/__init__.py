@@ -140,8 +140,8 @@ def kernel_fields(architecture: str) -> dict[str, Any]:
 
 def has_kernel_rates(architecture: str) -> bool:
     """True for an architecture with kernel efficiencies of its own, published or fitted."""
-    own = _parsed("kernels")["architectures"].get(architecture, {})
-    return architecture in _parsed("kernels_fitted")["architectures"] or any(key != "sources" for key in own)
+    written = _parsed("kernels")["architectures"].get(architecture, {})
+    return architecture in _parsed("kernels_fitted")["architectures"] or any(key != "sources" for key in written)
 
 
 @cache
@@ -154,11 +154,11 @@ def kernel_rates(architecture: str, *, textbook: bool = False) -> KernelRates:
     entry.pop("sources", None)
     if not textbook:
         fitted = _parsed("kernels_fitted")
-        own = dict(fitted["architectures"].get(architecture, {}))
+        fitted_rates = dict(fitted["architectures"].get(architecture, {}))
         attention = dict(entry.get("attention", {}))
-        for name, sustained in own.pop("attention", {}).items():
+        for name, sustained in fitted_rates.pop("attention", {}).items():
             attention[name] = attention[name] | {"sustained": sustained}
-        entry |= fitted["all"] | own | {"attention": attention}
+        entry |= fitted["all"] | fitted_rates | {"attention": attention}
     return validated(KernelRates, entry, "kernels", ("architectures", architecture))
 
 
@@ -221,13 +221,13 @@ def network_link(gbit_per_device: float, kind: str = "network", *, textbook: boo
 def _link(name: str, kind: str, entry: dict[str, Any], *, textbook: bool) -> LinkSpec:
     values = {"id": name, **entry, "sources": _sources("links", entry["sources"])}
     if not textbook:
-        own = _parsed("links_fitted")["links"].get(kind, {})
-        for key in (key for key in own if key in values["sources"]):
+        fitted = _parsed("links_fitted")["links"].get(kind, {})
+        for key in (key for key in fitted if key in values["sources"]):
             start = entry.get(key)
             shown = f"{start:g}" if isinstance(start, int | float) else render_value(start)
             values["sources"][key] = f"fitted, from {shown} ({values['sources'][key]})"
         known = {key: entry[key] for key in ("relative_std",) if key in entry}
-        values |= {**unmeasured_link(entry.get("library", "nccl")), **known, **own}
+        values |= {**unmeasured_link(entry.get("library", "nccl")), **known, **fitted}
         if "launch_s" in values:
             values["sources"]["launch_s"] = "fitted, one value for all links of GPUs"
     return validated(LinkSpec, values, "links", ("links", kind))
@@ -270,7 +270,7 @@ def node(name: str) -> NodeEntry:
     entry = _entry("clusters", name)
     with entry_of("clusters", "clusters", name):
         its_device = device(entry["device"])
-    found = NodeEntry(
+    node_entry = NodeEntry(
         id=name,
         device=its_device,
         devices_per_node=entry["devices_per_node"],
@@ -284,8 +284,8 @@ def node(name: str) -> NodeEntry:
         host_memory_bandwidth_bytes_per_s=entry["host_memory_bandwidth_bytes_per_s"],
     )
     with entry_of("clusters", "clusters", name):
-        make_cluster(found, found.devices_per_node + 1)  # all fields count with a second node
-    return found
+        make_cluster(node_entry, node_entry.devices_per_node + 1)  # all fields count with a second node
+    return node_entry
 
 
 def cluster(name: str, num_devices: int | None = None) -> ClusterSpec:
@@ -398,22 +398,22 @@ def software(name: str, *, textbook: bool = False) -> SoftwareSpec:
     fields = {"id": name, **entry, "sources": _expanded(entry["sources"], references)}
     rates_of = _profile_of(entry, "rates_of", file) if "rates_of" in entry else None
     fields["memory_spread"], fields["sources"]["memory_spread"] = _memory_spread(name, rates_of)
-    own = {} if textbook else _parsed("kernels_fitted")["software"].get(name, {})
+    fitted = {} if textbook else _parsed("kernels_fitted")["software"].get(name, {})
     if rates_of is not None:
         same = software(rates_of, textbook=textbook)
         taken = [field for field in _OF_KERNELS if field == "rates" or field not in entry]
         fields |= {field: getattr(same, field) for field in taken}
         fields["rates_of"] = same.rates_profile
         with entry_of(file, "rates"):
-            fields["rates"] = same.rates.model_copy(update=entry["rates"] | own)
+            fields["rates"] = same.rates.model_copy(update=entry["rates"] | fitted)
         inherited = {field: f"as {same.id}: {same.sources[field]}" for field in taken if field in same.sources}
         if entry["rates"]:
             inherited["rates"] = f"{fields['sources'].get('rates', '')}; otherwise {inherited['rates']}"
         fields["sources"] |= inherited
-    elif own:
-        fields["rates"] = entry["rates"] | own
+    elif fitted:
+        fields["rates"] = entry["rates"] | fitted
         fields["sources"] = {"rates": ""} | fields["sources"]
-        fields["sources"]["rates"] = f"{fields['sources']['rates']}; fitted on {own['fitted_on']}".removeprefix("; ")
+        fields["sources"]["rates"] = f"{fields['sources']['rates']}; fitted on {fitted['fitted_on']}".removeprefix("; ")
     elif not entry["rates"]:
         del fields["rates"]
     return validated(SoftwareSpec, fields, file)
@@ -424,11 +424,11 @@ def _memory_spread(name: str, rates_of: str | None) -> tuple[dict[str, Any], str
     fitted = _parsed("memory_fitted")
     owners = [fitted["software"][owner] for owner in (rates_of, name) if owner in fitted["software"]]
     spread = fitted["unfitted"].copy()
-    for own in owners:
-        spread |= own
+    for of_owner in owners:
+        spread |= of_owner
     if not owners:
         return spread, "as of published peaks whose source and profile are left out"
-    return spread, f"fitted on {' and '.join(own['fitted_on'] for own in owners)}"
+    return spread, f"fitted on {' and '.join(of_owner['fitted_on'] for of_owner in owners)}"
 
 
 def known() -> dict[str, Any]:
@@ -470,42 +470,44 @@ _BUCKETS = ("bucket_bytes", "first_bucket_bytes")
 def _software_entry(name: str, *parents: str) -> dict[str, Any]:
     """Fields of a profile, merged over those of the profile named in ``like``."""
     file = f"software/{name}"
-    own = {"references": {}, "sources": {}} | _parsed(file)
-    own |= {key: texts(own[key], file, key) for key in ("references", "sources")}
-    for key in (key for key in _NO_KEYS if key in own):
+    written = {"references": {}, "sources": {}} | _parsed(file)
+    written |= {key: texts(written[key], file, key) for key in ("references", "sources")}
+    for key in (key for key in _NO_KEYS if key in written):
         raise SpecError(Problem(field=key, rule=_NO_KEYS[key], fix="remove it"), file=file_of(file))
-    base = None if "like" not in own else _profile_of(own, "like", file)
+    base = None if "like" not in written else _profile_of(written, "like", file)
     if base in (name, *parents):
         rule, fix = "is a profile that differs from this one itself", "name another one, or remove like"
         raise SpecError(Problem(field="like", value=base, rule=rule, fix=fix), file=file_of(file))
-    own.pop("like", None)
+    written.pop("like", None)
     if base is None:
-        entry = own
+        entry = written
     else:
         inherited = _software_entry(base, name, *parents)
-        dropped = {*_NOT_INHERITED, *(_BUCKETS if own.get("grad_overlap") is False else ())}
-        dropped |= {*(_OF_KERNELS[1:] if "rates_of" in own else ())}
-        sourced = {key.partition(".")[0] for key in own["sources"]}
+        dropped = {*_NOT_INHERITED, *(_BUCKETS if written.get("grad_overlap") is False else ())}
+        dropped |= {*(_OF_KERNELS[1:] if "rates_of" in written else ())}
+        sourced = {key.partition(".")[0] for key in written["sources"]}
         differs = {
-            key for key in own if own[key] != inherited.get(key)
+            key for key in written if written[key] != inherited.get(key)
         } - sourced  # a source is about the other's value
         sources = inherited["sources"].items()
         inherited = {key: value for key, value in inherited.items() if key not in dropped}
-        inherited["sources"] = {key: each for key, each in sources if key.partition(".")[0] not in dropped | differs}
-        nested = {key: inherited[key] | own[key] for key in ("references", "sources")}
-        entry = inherited | own | nested
-    _check_buckets(entry, own, file)
+        inherited["sources"] = {
+            key: source for key, source in sources if key.partition(".")[0] not in dropped | differs
+        }
+        nested = {key: inherited[key] | written[key] for key in ("references", "sources")}
+        entry = inherited | written | nested
+    _check_buckets(entry, written, file)
     return entry
 
 
-def _check_buckets(entry: Mapping[str, Any], own: Mapping[str, Any], file: str) -> None:
+def _check_buckets(entry: Mapping[str, Any], written: Mapping[str, Any], file: str) -> None:
     """Refuse sizes of buckets where gradients are reduced at once, and their lack where they are not."""
     overlaps, options = entry.get("grad_overlap", True), entry.get("options", ())
     may_overlap = overlaps is not False or (isinstance(options, list) and "grad_overlap" in options)
-    for key in (key for key in _BUCKETS if key in own and not may_overlap):
+    for key in (key for key in _BUCKETS if key in written and not may_overlap):
         rule = "is about reducing gradients while backward runs, and grad_overlap = false reduces all of them after it"
         problem = Problem(
-            field=key, value=render_value(own[key]), rule=rule, fix="remove it, or use grad_overlap: true"
+            field=key, value=render_value(written[key]), rule=rule, fix="remove it, or use grad_overlap: true"
         )
         raise SpecError(problem, file=file_of(file))
     for key in (key for key in _BUCKETS if key not in entry and may_overlap):

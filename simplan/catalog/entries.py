@@ -63,9 +63,9 @@ def check_file(data: Any, name: str) -> None:
     Raises:
         SpecError: It holds something else.
     """
-    found = mapping(data, name)
-    for key in (key for key in (name, "references") if key in found):
-        mapping(found[key], name, key)
+    sections = mapping(data, name)
+    for key in (key for key in (name, "references") if key in sections):
+        mapping(sections[key], name, key)
 
 
 def mapping(data: Any, name: str, *path: str) -> dict[str, Any]:
@@ -89,12 +89,12 @@ def texts(data: Any, name: str, *path: str) -> dict[str, str]:
     Raises:
         SpecError: It is something else.
     """
-    found = mapping(data, name, *path)
-    for key, value in found.items():
+    values = mapping(data, name, *path)
+    for key, value in values.items():
         if not isinstance(value, str):
             field = ".".join((*path, str(key)))
             raise SpecError(Problem(field=field, value=render_value(value), rule=_TYPES[str]), file=file_of(name))
-    return {str(key): value for key, value in found.items()}
+    return {str(key): value for key, value in values.items()}
 
 
 def check_entry(kind: str, name: str, entry: Any) -> dict[str, Any]:
@@ -103,29 +103,29 @@ def check_entry(kind: str, name: str, entry: Any) -> dict[str, Any]:
     Raises:
         SpecError: A key is missing, or of another type.
     """
-    found = mapping(entry, kind, kind, name)
+    fields = mapping(entry, kind, kind, name)
     problems = []
     for key, needed in _NEEDED[kind].items():
         field = f"{kind}.{name}.{key}"
-        if key not in found:
+        if key not in fields:
             problems.append(Problem(field=field, rule=MISSING, fix=f"add {key}: ..."))
-        elif not isinstance(found[key], (int, float) if needed is int else needed) or isinstance(found[key], bool):
-            problems.append(Problem(field=field, value=render_value(found[key]), rule=_TYPES[needed]))
-    for number, cause in enumerate(found["causes"] if kind == "reliability" and not problems else ()):
+        elif not isinstance(fields[key], (int, float) if needed is int else needed) or isinstance(fields[key], bool):
+            problems.append(Problem(field=field, value=render_value(fields[key]), rule=_TYPES[needed]))
+    for number, cause in enumerate(fields["causes"] if kind == "reliability" and not problems else ()):
         if not _is_cause(cause):
             field, fix = f"{kind}.{name}.causes.{number}", "give name, per (device, node, link or job) and mtbf_h"
             problems.append(Problem(field=field, value=render_value(cause), rule="is no cause of failures", fix=fix))
     if problems:
         raise SpecError(problems, file=file_of(kind))
     if _NEEDED[kind].get("sources"):
-        said, field = texts(found["sources"], kind, kind, name, "sources"), f"{kind}.{name}.sources"
+        said, field = texts(fields["sources"], kind, kind, name, "sources"), f"{kind}.{name}.sources"
         if kind == "reliability":
-            asked = ("scope", *(f"causes.{cause['name']}" for cause in found["causes"]))
+            asked = ("scope", *(f"causes.{cause['name']}" for cause in fields["causes"]))
             missing = (key for key in asked if key not in said)
             problems += [Problem(field=f"{field}.{key}", rule=MISSING, fix=f"add {key}: ...") for key in missing]
     if problems:
         raise SpecError(problems, file=file_of(kind))
-    return found
+    return fields
 
 
 def _is_cause(cause: Any) -> bool:
@@ -162,5 +162,7 @@ def entry_of(name: str, *path: str) -> Iterator[None]:
     except SpecError as error:
         if error.file is not None:
             raise
-        problems = [replace(each, field=".".join(filter(None, (*path, each.field)))) for each in error.problems]
+        problems = [
+            replace(problem, field=".".join(filter(None, (*path, problem.field)))) for problem in error.problems
+        ]
         raise type(error)(problems, file=file_of(name)) from None

@@ -119,8 +119,8 @@ def find(kind: Kind, text: str) -> NameMatch:
     on_hub = _table(kind)["on_hub"]
     if last in on_hub:
         return NameMatch(kind, "" if on_hub[last] == "none" else on_hub[last])
-    found, whole = _found(kind, last), _found(kind, plain)  # ViT-B/16 is no name on the Hub
-    return whole if whole.name and not found.name else found
+    of_last, whole = _found(kind, last), _found(kind, plain)  # ViT-B/16 is no name on the Hub
+    return whole if whole.name and not of_last.name else of_last
 
 
 def find_nodes(text: str, kind: Kind = "clusters") -> NamedNodes | NameMatch:
@@ -142,10 +142,10 @@ def find_nodes(text: str, kind: Kind = "clusters") -> NamedNodes | NameMatch:
             continue
         numbers = {name: int(number) for name, number in counted.groupdict().items() if name != "rest"}
         for rest in dict.fromkeys((counted["rest"], _PLURAL.sub("", counted["rest"]))):
-            found = _nodes(rest, kind, **numbers)
-            if isinstance(found, NamedNodes):
-                return found
-            others.append(found)
+            match = _nodes(rest, kind, **numbers)
+            if isinstance(match, NamedNodes):
+                return match
+            others.append(match)
     return next((match for match in (first, *others) if match.candidates), first)
 
 
@@ -155,14 +155,14 @@ def refusal(kind: Kind, text: str) -> tuple[str, str]:
     >>> refusal("devices", "A100 80GB")
     ('may be several devices', 'name one of a100-sxm-80gb, a100-pcie-80gb')
     """
-    found = find_nodes(text) if kind == "clusters" else find(kind, text)
+    match = find_nodes(text) if kind == "clusters" else find(kind, text)
     instead = "give device and devices_per_node in place of a preset (--device, --devices-per-node)"
-    if isinstance(found, NamedNodes) and found.device:
-        return UNKNOWN, f"{found.device} is a device: {instead}"
-    near = (found.preset,) if isinstance(found, NamedNodes) else (found.name,) if found.name else found.candidates
+    if isinstance(match, NamedNodes) and match.device:
+        return UNKNOWN, f"{match.device} is a device: {instead}"
+    near = (match.preset,) if isinstance(match, NamedNodes) else (match.name,) if match.name else match.candidates
     if len(near) < 2:
         return UNKNOWN, f"did you mean {near[0]}?" if near else ""
-    several = _PLURALS.get(kind, kind) if isinstance(found, NamedNodes) else _PLURALS.get(found.kind, found.kind)
+    several = _PLURALS.get(kind, kind) if isinstance(match, NamedNodes) else _PLURALS.get(match.kind, match.kind)
     listed = ", ".join(near[:_MAX_LISTED]) + (f" ... (`simplan show {kind}` lists all)" if near[_MAX_LISTED:] else "")
     is_device = kind == "clusters" and several == "devices"
     return f"may be several {several}", f"name one of {listed}" + (f"; {instead}" if is_device else "")
@@ -176,7 +176,7 @@ def known_as(kind: Kind, text: str, known: Iterable[str]) -> str:
     """
     words = _words(kind, _plain(text).rstrip("/").rpartition("/")[2])
     telling = {word for word in words if word not in _table(kind)["ignored"]}
-    return next((each for each in known if set(_words(kind, each)) in (set(words), telling)), "")
+    return next((name for name in known if set(_words(kind, name)) in (set(words), telling)), "")
 
 
 def words_of(text: str) -> tuple[str, ...]:
@@ -186,8 +186,8 @@ def words_of(text: str) -> tuple[str, ...]:
     (('meta', 'llama', '3.1', '8b'), ('a', '100', 'sxm4', '80gb'), ('mixtral', '8x7b', 'v0.1'))
     """
     plain = re.sub(r"(?<=v\d)_(?=\d)", ".", _plain(text))
-    found = (word.removesuffix(".0") for word in _WORD.findall(_SPACED_UNIT.sub("", plain)))
-    return tuple(_GIGABYTES.sub(r"\1gb", word) for word in found)
+    words = (word.removesuffix(".0") for word in _WORD.findall(_SPACED_UNIT.sub("", plain)))
+    return tuple(_GIGABYTES.sub(r"\1gb", word) for word in words)
 
 
 def _plain(text: str) -> str:
@@ -250,10 +250,10 @@ def _found(kind: Kind, text: str) -> NameMatch:
     return NameMatch(kind, "", fitting or _entries(kind, [nearest, *begun] if nearest else begun))
 
 
-def _entries(kind: Kind, found: list[str]) -> tuple[str, ...]:
+def _entries(kind: Kind, names: list[str]) -> tuple[str, ...]:
     """The first name of each entry."""
     entries: dict[str, str] = {}
-    for name in found:
+    for name in names:
         entries.setdefault(catalog.canonical_name(kind, name), name)
     return tuple(entries.values())
 
@@ -274,7 +274,9 @@ def _says_nothing(kind: Kind, word: str, known: Counter[str], name: str) -> bool
         known: Words of the entry's name to which the word is added.
     """
     if kind == "models" and _VERSION.fullmatch(word):  # of Mistral 7B each version has other shapes
-        return not any(known < each and any(map(_VERSION.fullmatch, each - known)) for each, _ in _spellings(kind))
+        return not any(
+            known < spelled and any(map(_VERSION.fullmatch, spelled - known)) for spelled, _ in _spellings(kind)
+        )
     if kind == "models":
         size = _PARAMETERS.fullmatch(word)
         number = float(size[1]) * (1e9 if size[2] == "b" else 1e6) if size else 0

@@ -162,8 +162,8 @@ def _next(scenario: Scenario, request: ScenarioRequest, changes: Sequence[Fix] |
     search = same_batch.argument(without="plan")
     if request.is_file:
         search += " --from-current" if changes is None else " --set 'search={}'"
-    beside_jobs = any(isinstance(background, BackgroundJob) for background in scenario.job.cluster.background)
-    searched = [] if beside_jobs else [f"simplan search {search}"]  # every plan would simulate the other jobs: minutes
+    has_jobs = any(isinstance(background, BackgroundJob) for background in scenario.job.cluster.background)
+    searched = [] if has_jobs else [f"simplan search {search}"]  # every plan would simulate the other jobs: minutes
     if changes is None:
         whole_run = [f"simplan goodput {this}"] if scenario.whole_run is not None and scenario.budget.has_length else []
         return [f"simplan explain {this}", *searched, *whole_run, *steps]

@@ -61,9 +61,9 @@ def _rank(asked: str, prediction: Prediction) -> int:
     """Number of the requested rank; checked before torch is imported."""
     if asked == _WORST:
         return prediction.worst_rank
-    most = prediction.job.plan.num_devices - 1
-    if not asked.isdecimal() or int(asked) > most:
-        fix = f"use 0 to {most}, or {_WORST}" if most else f"use 0 or {_WORST}"
+    last_rank = prediction.job.plan.num_devices - 1
+    if not asked.isdecimal() or int(asked) > last_rank:
+        fix = f"use 0 to {last_rank}, or {_WORST}" if last_rank else f"use 0 or {_WORST}"
         raise SpecError(Problem(field="--rank", value=asked, rule="is no rank of the plan", fix=fix))
     return int(asked)
 

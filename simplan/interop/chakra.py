@@ -90,12 +90,12 @@ def _varint(value: int) -> bytes:
     """Unsigned integer in groups of 7 bits, the lowest first."""
     if value < 0x80:
         return bytes((value,))
-    found = bytearray()
+    encoded = bytearray()
     while value > 0x7F:
-        found.append(value & 0x7F | 0x80)
+        encoded.append(value & 0x7F | 0x80)
         value >>= 7
-    found.append(value)
-    return bytes(found)
+    encoded.append(value)
+    return bytes(encoded)
 
 
 def _number(key: int, value: int) -> bytes:
@@ -218,19 +218,19 @@ def _parts_of_rank(simulated: Simulated, rank: int, width: int) -> list[_Part]:
     for index in program.by_rank[rank]:
         op = program.op(index)
         waits = [before[op.stream]] if op.stream in before else []
-        deps = sorted({node for each in (*waits, *op.waits) for node in ends[each]})
+        deps = sorted({node for producer in (*waits, *op.waits) for node in ends[producer]})
         start_us = max(0, round(float(starts[index]) * 1e6))
         for work in _pieces(op):
             nodes = []
             for piece in work:
-                seconds = sum(simulated.alone.by_work[each].cost_estimate.seconds for each in piece)
+                seconds = sum(simulated.alone.by_work[item].cost_estimate.seconds for item in piece)
                 exact_us = seconds * 1e6 + rest_us
                 duration_us = max(0, round(exact_us))
                 if not isinstance(piece[0] if piece else None, Communication):
                     rest_us = exact_us - duration_us  # rounded times add up
                 part = _part(op, rank, piece, tuple(deps), (start_us, duration_us), width)
-                for each in part:
-                    parts.append(each)
+                for created in part:
+                    parts.append(created)
                     nodes.append(len(parts))
             deps = nodes
         ends[index], before[op.stream] = tuple(deps), index
@@ -265,10 +265,10 @@ def _part(
     tag = op.meeting % 2**31 if isinstance(op.meeting, int) else 0
     if communication is None:
         on_host = bool(work) and all(
-            isinstance(each, HostCopy | HostCalls | HostWait) or (isinstance(each, LayerWork) and each.on_host)
-            for each in work
+            isinstance(item, HostCopy | HostCalls | HostWait) or (isinstance(item, LayerWork) and item.on_host)
+            for item in work
         )
-        num_ops, num_bytes = map(sum, zip((0, 0), *(_size(each, width) for each in work), strict=True))
+        num_ops, num_bytes = map(sum, zip((0, 0), *(_size(item, width) for item in work), strict=True))
         fields += _bytes(2, op.name.encode()) + _attribute("is_cpu_op", _BOOL, int(on_host))
         fields += _attribute("num_ops", _INT64, num_ops) + _attribute("tensor_size", _UINT64, num_bytes)
         yield _Part(_COMP, None, tag, fields)
@@ -320,7 +320,7 @@ _OF_PARAMETERS = (
 
 def _file(metadata: bytes, parts: Iterable[_Part], rank: int, simulated: int, groups: _Groups) -> bytes:
     """File of a rank: the nodes of its simulated rank, with its own groups and peers."""
-    found = [metadata]
+    pieces = [metadata]
     for number, part in enumerate(parts, 1):
         node = _number(1, number) + _number(3, part.type) + part.fields
         if part.communication is not None:
@@ -331,8 +331,8 @@ def _file(metadata: bytes, parts: Iterable[_Part], rank: int, simulated: int, gr
                 source, destination = (groups.devices[end] for end in _pair(part, rank, ranks))
                 peers: Mapping[str, int] = {"comm_src": source, "comm_dst": destination, "comm_tag": part.tag}
                 node += b"".join(_attribute(name, _INT32, value) for name, value in peers.items())
-        found += (_varint(len(node)), node)
-    return b"".join(found)
+        pieces += (_varint(len(node)), node)
+    return b"".join(pieces)
 
 
 def _pair(part: _Part, rank: int, ranks: tuple[int, ...]) -> tuple[int, int]:

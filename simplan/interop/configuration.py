@@ -140,16 +140,16 @@ class Configuration:
             notes.append(f"no effect on time or memory: {_listed(setting.name for setting in self.no_effect)}")
         return tuple(notes)
 
-    def require(self, given: Iterable[str]) -> None:
+    def require(self, overrides: Iterable[str]) -> None:
         """Check that the overrides add what the file does not say.
 
         Args:
-            given: Dotted keys of the overrides.
+            overrides: Dotted keys of the overrides.
 
         Raises:
             SpecError: Something is missing; lists all of it.
         """
-        keys = {part for key in given for part in (key, key.partition(".")[0])}
+        keys = {part for key in overrides for part in (key, key.partition(".")[0])}
         problems = [missing.problem for missing in self.missing if not keys & {*missing.keys}]
         if problems:
             raise SpecError(problems, file=self.file)
@@ -158,8 +158,8 @@ class Configuration:
 def _value(data: Mapping[str, Any], key: str) -> Any:
     """Value of a dotted key; None if its section has none."""
     section, _, name = key.partition(".")
-    found = data.get(section)
-    return found.get(name) if isinstance(found, Mapping) else None
+    values = data.get(section)
+    return values.get(name) if isinstance(values, Mapping) else None
 
 
 @dataclass(slots=True)
@@ -263,7 +263,7 @@ class Reading:
 
     def copy(self, path: str, *keys: str) -> bool:
         """Give a key of the scenario the value of the first of some settings; False if the file has none of them."""
-        key = next((each for each in keys if each in self), None)
+        key = next((candidate for candidate in keys if candidate in self), None)
         if key is not None:
             self.put(path, self.value(key), key)
         return key is not None
@@ -317,11 +317,11 @@ class Reading:
 
         More stages are recorded as a contradiction of ``key``, before anyone lists their blocks.
         """
-        most = min(num_layers, MAX_LAYERS) + 2
-        if num_stages > most:
-            rule = f"makes {num_stages:,} pipeline stages, and {num_layers:,} blocks make at most {most:,}"
+        max_stages = min(num_layers, MAX_LAYERS) + 2
+        if num_stages > max_stages:
+            rule = f"makes {num_stages:,} pipeline stages, and {num_layers:,} blocks make at most {max_stages:,}"
             self.contradiction(key, rule, "use fewer stages")
-        return num_stages <= most
+        return num_stages <= max_stages
 
     def ask(self, *keys: str, what: str, fix: str) -> None:
         """Note something that the file does not say.

@@ -126,7 +126,7 @@ def formats() -> Mapping[str, Format]:
         megatron.FORMAT,
         chakra.FORMAT,
     )
-    return {each.name: each for each in known}
+    return {target.name: target for target in known}
 
 
 def read_configuration(file: ConfigFile, framework: str | None = None) -> Configuration | None:
@@ -140,10 +140,10 @@ def read_configuration(file: ConfigFile, framework: str | None = None) -> Config
     """
     if framework is None and file.yaml is not None and {"model", "cluster"} <= file.yaml.data.keys():
         return None  # a scenario, whatever its comments say
-    readers = {name: each.read for name, each in formats().items() if each.read is not None}
+    readers = {name: target.read for name, target in formats().items() if target.read is not None}
     if framework is None:
-        found = (name for name in readers if formats()[name].recognizes(file))
-        framework = next(found, None)
+        recognizing = (name for name in readers if formats()[name].recognizes(file))
+        framework = next(recognizing, None)
     if framework is None:
         return None
     if framework not in readers:
@@ -180,8 +180,8 @@ def changed_settings(configuration: Configuration, before: Job, after: Job) -> t
         options = [write(job) for job in (before, after)]
     except NotModelledError:
         return changed_keys(before, after)
-    old, new = ({each.setting.key: each.setting.value for each in written} for written in options)
-    says = {each.setting.key: each.comment for written in options for each in written}
+    old, new = ({option.setting.key: option.setting.value for option in written} for written in options)
+    says = {option.setting.key: option.comment for written in options for option in written}
     keys = dict.fromkeys([*old, *new])
     changed = []
     for key in keys:
@@ -207,11 +207,18 @@ def export_target(name: str) -> str:
     """
     profile = find("software", name).name
     plain = name.strip().lower()
-    return next((each for each in (plain, _TARGETS.get(plain), _TARGETS.get(profile)) if each in export_targets()), "")
+    return next(
+        (target for target in (plain, _TARGETS.get(plain), _TARGETS.get(profile)) if target in export_targets()), ""
+    )
 
 
 def export_targets() -> tuple[str, ...]:
     """Names of everything that a job can be exported to."""
     from simplan.interop.hostfiles import HOSTFILES
 
-    return (*(name for name, each in formats().items() if each.export is not None), *HOSTFILES, "kubernetes", "slurm")
+    return (
+        *(name for name, target in formats().items() if target.export is not None),
+        *HOSTFILES,
+        "kubernetes",
+        "slurm",
+    )

@@ -74,10 +74,10 @@ def _model_type(
     in_experts: Iterable[str] = (),
     **others: Any,
 ) -> ModelType:
-    pairs = [pair for each in keys for pair in ([(each, each)] if isinstance(each, str) else each.items())]
-    own = {key: values for key, values in neutral.items() if key != "<<"}
+    pairs = [pair for key in keys for pair in ([(key, key)] if isinstance(key, str) else key.items())]
+    fields = {key: values for key, values in neutral.items() if key != "<<"}
     may_miss = (_MAY_MISS | {*optional}) - {*required}
-    neutral = {**neutral.get("<<", {}), **own}
+    neutral = {**neutral.get("<<", {}), **fields}
     return ModelType(keys=dict(pairs), neutral=neutral, optional=may_miss, in_experts=frozenset(in_experts), **others)
 
 
@@ -107,13 +107,13 @@ def model_fields_from_config(
         fix = "; or ".join(filter(None, (_instead(str(word), config), _CAPTURE if isinstance(word, str) else "")))
         raise error(Problem(field="model_type", value=value, rule=rule, fix=fix))
     kind = known[word]
-    given = {field: _read(config, key) for field, key in kind.keys.items()}
-    if isinstance(labels := given.get("num_classes"), Mapping):
-        given["num_classes"] = len(labels)
-    missing = [kind.keys[field] for field, value in given.items() if value is None and field not in kind.optional]
+    values = {field: _read(config, key) for field, key in kind.keys.items()}
+    if isinstance(labels := values.get("num_classes"), Mapping):
+        values["num_classes"] = len(labels)
+    missing = [kind.keys[field] for field, value in values.items() if value is None and field not in kind.optional]
     if missing:
         raise SpecError([Problem(field=key, rule="is missing", fix=f"a {word} config has it") for key in missing])
-    fields = {**kind.fixed, **{field: value for field, value in given.items() if value is not None}}
+    fields = {**kind.fixed, **{field: value for field, value in values.items() if value is not None}}
     if mtp and kind.later_tokens is not None and (layers := _look_up(config, kind.later_tokens)):
         fields["mtp_num_layers"] = layers
     width = fields.get("moe_intermediate_size")
@@ -158,16 +158,16 @@ def _without_digits(name: str) -> str:
 
 def _look_up(config: Mapping[str, Any], key: str) -> Any:
     """Value of a dotted key; None if the config lacks it."""
-    found: Any = config
+    node: Any = config
     for part in key.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
 
 
 def _read(config: Mapping[str, Any], key: str) -> Any:
     """As ``_look_up``, also under the name that newer versions of transformers write."""
-    found = _look_up(config, key)
-    return _look_up(config, _RENAMED[key]) if found is None and key in _RENAMED else found
+    value = _look_up(config, key)
+    return _look_up(config, _RENAMED[key]) if value is None and key in _RENAMED else value
 
 
 def _windows(config: Mapping[str, Any], window: Any, num_layers: Any, usual: int) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def subject_of(key: str, value: Any) -> str | None:
         value: Its value; None for one that is not known.
     """
     *sections, last = _plain(key).split(".")
-    name = ".".join([*(each for each in sections if each not in _DETAILS), last])
+    name = ".".join([*(section for section in sections if section not in _DETAILS), last])
     subject = next((subject for subject, pattern in _PATTERNS.items() if pattern.search(name)), None)
     is_one = subject == "parallelism" and str(value) == "1"
     is_off = value is not None and (value == 0 or str(value).strip().lower() in _OFF)

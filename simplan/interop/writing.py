@@ -129,7 +129,7 @@ class Writing:
             if match.values is None:
                 self.set(match.key, value, match.path)
                 continue
-            words = [word for word, own in match.values.items() if own == value]
+            words = [word for word, chosen in match.values.items() if chosen == value]
             if words:
                 self.set(match.key, words[0], match.path)
             else:

@@ -94,14 +94,14 @@ class StateFormat:
         if self.projected and widths.rank:
             tensor = tensor._replace(shape=_projected(tensor.shape, widths.rank, of=self.projected))
         number = tensor.num_elements
-        each = self.element_bytes or wide_bytes
+        element_bytes = self.element_bytes or wide_bytes
         if self.by_row:
-            return int(each * (number // tensor.shape[-1] if len(tensor.shape) >= 2 else 1)) if number else 0
+            return int(element_bytes * (number // tensor.shape[-1] if len(tensor.shape) >= 2 else 1)) if number else 0
         if self.factored and len(tensor.shape) >= 2:
             rows, columns = tensor.shape[-2:]
-            return int(each * (number // columns + number // rows)) if number else 0
+            return int(element_bytes * (number // columns + number // rows)) if number else 0
         if not self.block:
-            return int(each * number)
+            return int(element_bytes * number)
         if self._is_outside(tensor, widths):
             return number * (self.otherwise_bytes or widths.parameter)
         return math.ceil(self.element_bytes * number) + 4 * math.ceil(number / self.block) + self.table_bytes
@@ -118,8 +118,12 @@ class StateFormat:
         """Lower bound of the bytes per element, over all tensors."""
         if self.factored or self.by_row or self.projected:
             return 0.0
-        each = self.element_bytes or wide_bytes
-        return min(each + 4 / self.block, self.otherwise_bytes or widths.parameter) if self.block else each
+        element_bytes = self.element_bytes or wide_bytes
+        return (
+            min(element_bytes + 4 / self.block, self.otherwise_bytes or widths.parameter)
+            if self.block
+            else element_bytes
+        )
 
     def _is_outside(self, tensor: StoredTensor, widths: Widths) -> bool:
         number = tensor.num_elements
@@ -161,10 +165,10 @@ class Temporaries:
         sizes, shape = (self.element_bytes, self.narrow_bytes), tensor.shape
         if any(self.whole_bytes) and tensor.whole_shape not in ((), shape):
             sizes, shape = self.whole_bytes, tensor.whole_shape
-        each = sizes[widths.parameter == 2]
+        element_bytes = sizes[widths.parameter == 2]
         side = min(shape[-2:], default=0) if len(shape) >= 2 else 0
         stacked = math.prod(shape[:-2])
-        return each * math.prod(shape) + self.square_bytes * side * side * stacked
+        return element_bytes * math.prod(shape) + self.square_bytes * side * side * stacked
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +271,10 @@ class OptimizerFacts:
         """
         if not self.by_tensor:
             return int(self.streamed_bytes * fraction)
-        own = self._own_bytes(fraction) + 2 * self.least_state_bytes(widths)
-        return own if self.others is None else min(own, self.others.update_bytes(fraction, widths))
+        streamed_bytes = self._own_bytes(fraction) + 2 * self.least_state_bytes(widths)
+        return (
+            streamed_bytes if self.others is None else min(streamed_bytes, self.others.update_bytes(fraction, widths))
+        )
 
     def _own_bytes(self, fraction: float) -> float:
         """Bytes streamed per weight, without states."""

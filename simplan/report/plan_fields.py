@@ -62,8 +62,8 @@ def values_of(annotation: Any, metadata: Sequence[Any]) -> str:
     limits = {name: value for part in metadata for name, value in _limits(part)}
     if "gt" in limits:
         return f"more than {limits['gt']:g}"
-    least, most = limits.get("ge"), limits.get("le")
-    return f"{least} to {most}" if most is not None and most < 100 else f"{1 if least is None else least} and more"
+    least, limit = limits.get("ge"), limits.get("le")
+    return f"{least} to {limit}" if limit is not None and limit < 100 else f"{1 if least is None else least} and more"
 
 
 def _limits(constraint: Any) -> Iterator[tuple[str, Any]]:

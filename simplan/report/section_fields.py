@@ -157,8 +157,8 @@ def _default(name: str) -> str:
     families: dict[str, list[str]] = {}
     for family in _having(name):
         families.setdefault(_default_of(name, family), []).append(family)
-    (most, _), *others = sorted(families.items(), key=lambda item: -len(item[1]))
-    return "; ".join([most, *(f"{default} for {', '.join(some)}" for default, some in others)])
+    (usual, _), *others = sorted(families.items(), key=lambda item: -len(item[1]))
+    return "; ".join([usual, *(f"{default} for {', '.join(some)}" for default, some in others)])
 
 
 def _default_of(name: str, family: str) -> str:

@@ -289,13 +289,13 @@ def _of_node_groups(sections: Sections, section: ClusterSection) -> ClusterSpec 
         rule = f"has {len(listed)} groups; a cluster has at most {_MAX_GROUPS}"
         sections.refuse(("cluster", "nodes"), rule, fix="write equal nodes as one group, with num_nodes")
         return None
-    given = [name for name in section.model_fields_set if name not in _BESIDE_NODES]
-    for name in sorted(given):
+    misplaced = [name for name in section.model_fields_set if name not in _BESIDE_NODES]
+    for name in sorted(misplaced):
         fix = "remove it" if name in _OF_WHOLE_CLUSTER else "write it in each group of nodes"
         sections.refuse(("cluster", name), "is a key of equal nodes", fix=fix)
     clusters = [_node_group(sections, place, data) for place, data in enumerate(listed)]
-    groups = [each for each in clusters if each is not None]
-    if given or len(groups) < len(listed):
+    groups = [group for group in clusters if group is not None]
+    if misplaced or len(groups) < len(listed):
         return None
     (first, _), *others = groups
     for place, (other, _) in enumerate(others, 1):
@@ -309,27 +309,27 @@ def _of_node_groups(sections: Sections, section: ClusterSection) -> ClusterSpec 
         elif section.topology is not None and (unequal := _unequal_links(first, other)):
             rule = f"has another {unequal} than the first group; a topology of different links is not modeled yet"
             sections.refuse(("cluster", "nodes", place), rule, fix="remove topology, or write nodes with equal links")
-    num_devices = sum(each.num_devices for each, _ in groups)
+    num_devices = sum(member.num_devices for member, _ in groups)
     if num_devices > MAX_DEVICES:
         rule = f"makes {num_devices:,} devices; a job has at most {MAX_DEVICES:,}"
         sections.refuse(("cluster", "nodes"), rule, fix="use fewer nodes")
         return None
-    members = [each for each, _ in groups]
-    memories = [each.host_memory_bytes for each in members]
+    members = [member for member, _ in groups]
+    memories = [member.host_memory_bytes for member in members]
     cluster = first.model_copy(
         update={
-            "id": "+".join(dict.fromkeys(each.id for each in members)),
+            "id": "+".join(dict.fromkeys(member.id for member in members)),
             "num_devices": num_devices,
-            "intra_link": slowest_link([each.intra_link for each in members]),
-            "inter_link": slowest_link([each.inter_link for each in members]),
-            "host_link": None if None in [each.host_link for each in members] else first.host_link,
+            "intra_link": slowest_link([member.intra_link for member in members]),
+            "inter_link": slowest_link([member.inter_link for member in members]),
+            "host_link": None if None in [member.host_link for member in members] else first.host_link,
             "host_memory_bytes": None if None in memories else min(filter(None, memories)),
             "node_groups": tuple(
                 NodeGroup(
-                    **{name: getattr(each, name) for name in NodeGroup.model_fields if hasattr(each, name)}
+                    **{name: getattr(member, name) for name in NodeGroup.model_fields if hasattr(member, name)}
                     | {"price_per_device_hour": price}
                 )
-                for each, price in groups
+                for member, price in groups
             ),
             "nics_per_node": None if section.topology is None else first.nics_per_node,
         }

@@ -573,8 +573,8 @@ def _without(data: dict[str, Any], key: str) -> dict[str, Any]:
     """Copy of the data without a section, or without a key of a section."""
     section, _, name = key.partition(".")
     if name and isinstance(data.get(section), dict):
-        return {**data, section: {each: value for each, value in data[section].items() if each != name}}
-    return data if name else {each: value for each, value in data.items() if each != section}
+        return {**data, section: {other: value for other, value in data[section].items() if other != name}}
+    return data if name else {other: value for other, value in data.items() if other != section}
 
 
 def _sharded(

@@ -354,10 +354,10 @@ def _default_sizes(space: SearchSpace, job: Job) -> list[int]:
 
     Halves that the cluster's topology cannot have, such as those of a torus with a shape, are left out.
     """
-    most = job.cluster.num_devices
+    all_devices = job.cluster.num_devices
     if "num_devices" not in space.goals:
-        return [most]
-    sizes = [most]
+        return [all_devices]
+    sizes = [all_devices]
     while sizes[-1] % 2 == 0:
         sizes.append(sizes[-1] // 2)
-    return [size for size in sizes if size == most or not topology_problems(job.with_num_devices(size).cluster)]
+    return [size for size in sizes if size == all_devices or not topology_problems(job.with_num_devices(size).cluster)]

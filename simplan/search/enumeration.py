@@ -247,11 +247,13 @@ class Enumeration:
         """Pairs of schedule and stages per rank."""
         if mesh.pp == 1:
             return [("none", 1)]
-        most = self._job.model.num_blocks // mesh.pp
+        max_stages = self._job.model.num_blocks // mesh.pp
         pipelines = []
         for schedule in _unique(self._space.schedule) or DEFAULT_SCHEDULES:
             wanted = SCHEDULE_FACTS[schedule].virtual_stages
-            stages = range(2, most + 1) if self._space.virtual_stages is None else _unique(self._space.virtual_stages)
+            stages = (
+                range(2, max_stages + 1) if self._space.virtual_stages is None else _unique(self._space.virtual_stages)
+            )
             choices = [wanted] if wanted is not None else [v for v in stages if v > 1]
             pipelines += [(schedule, v) for v in choices if _in(v, self._space.virtual_stages)]
         return pipelines

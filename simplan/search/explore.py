@@ -123,8 +123,8 @@ class Exploration:
         tables = self.enumeration.tables(self._statistics.rejected)
         parts = ((table, rows) for table in tables for rows in table.parts(_PART_ROWS))
         calls = (((table, rows), (self.evaluator, table.take(rows), limit)) for table, rows in parts)
-        found = self._workers.each(Evaluator.bounded, calls)
-        for table, of_table in groupby(found, key=lambda part: part[0][0]):
+        bounded_parts = self._workers.each(Evaluator.bounded, calls)
+        for table, of_table in groupby(bounded_parts, key=lambda part: part[0][0]):
             least_bytes, least_s = np.zeros(len(table), np.int64), np.zeros(len(table))
             for (_, rows), bounded in of_table:
                 least_bytes[rows], least_s[rows] = bounded

@@ -143,8 +143,8 @@ def fixes(
         step has too many operations to try others.
     """
     cluster = prediction.job.cluster
-    most = _MAX_OPERATIONS if cluster.jitter is None and cluster.topology is None else _MAX_INDIVIDUAL
-    if prediction.capacity_bytes is None or len(prediction.timeline.spans) > most:
+    max_spans = _MAX_OPERATIONS if cluster.jitter is None and cluster.topology is None else _MAX_INDIVIDUAL
+    if prediction.capacity_bytes is None or len(prediction.timeline.spans) > max_spans:
         return ()
     capacity = int(prediction.capacity_bytes * max_memory_fraction)
     least_bytes = prediction.worst_memory.needed_bytes

@@ -150,11 +150,11 @@ def _fewest_blocks(evaluator: Evaluator, whole: _Whole, capacity: int) -> tuple[
         size, step_time_s = evaluator.numbers(plan, capacity)
         return None if step_time_s is None else (plan, size, rounded(step_time_s))
 
-    most = _most_blocks(evaluator.job.with_plan(whole.plan))
+    max_blocks = _most_blocks(evaluator.job.with_plan(whole.plan))
     if not whole.share and fitting({"recompute": "none"}) is not None:
         return None
-    low, high, fewest = 0, most, None
-    guess, probes = max(1, min(most - 1, math.ceil(whole.share * most))), 0
+    low, high, fewest = 0, max_blocks, None
+    guess, probes = max(1, min(max_blocks - 1, math.ceil(whole.share * max_blocks))), 0
     while high - low > 1:
         middle = guess if low < guess < high and probes <= _NUM_PROBES else (low + high) // 2
         tried = fitting({"recompute_layers": middle})

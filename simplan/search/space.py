@@ -195,8 +195,12 @@ class SearchSpace(Spec):
                 return values
             if key == "placement" and isinstance(value, str):
                 return (value,)  # with commas
-            one = values and all(isinstance(word, str | int) for word in values)  # one list without brackets around it
-            return (values,) if one else tuple(tuple(each) if isinstance(each, list) else each for each in values)
+            is_one_list = values and all(
+                isinstance(word, str | int) for word in values
+            )  # one list without brackets around it
+            return (
+                (values,) if is_one_list else tuple(tuple(item) if isinstance(item, list) else item for item in values)
+            )
 
         lists = {key: listed(key, value) for key, value in data.items()}
         goals = lists.get("objectives")

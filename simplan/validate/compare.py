@@ -112,10 +112,10 @@ def compare(
     measured = measured_timeline(measurement)
     rows = [compared("step time", prediction["step_time_s"], measurement.step_time_s, "s", measurement.spread)]
     replication = measurement.job.plan.replication
-    goes_beside = replication is not None and replication.steps_beside > 0
-    terms, splits = ((), ()) if goes_beside else attribute(predicted, measurement, prediction["step_time_s"])
+    overlaps_steps = replication is not None and replication.steps_beside > 0
+    terms, splits = ((), ()) if overlaps_steps else attribute(predicted, measurement, prediction["step_time_s"])
     calibrated_s, slowdown = prediction.get("reference_s"), None
-    if calibrated_s is not None and measurement.reference_s is not None and not goes_beside:
+    if calibrated_s is not None and measurement.reference_s is not None and not overlaps_steps:
         slowdown = float(measurement.reference_s / calibrated_s)
         computing_s = sum(term.predicted_s for term in terms if term.share in _COMPUTING)
         computing_share = computing_s / predicted.step_time_s
@@ -124,7 +124,7 @@ def compare(
     rows += _memory_rows(prediction, measurement)
     dropped = {rank.rank for rank in measurement.ranks if rank.is_dropped}  # they left their passes
     expected, timed_s = _action_times(predicted), _action_times(measured, dropped)
-    timed = () if goes_beside else expected.keys() & timed_s.keys()
+    timed = () if overlaps_steps else expected.keys() & timed_s.keys()
     for key in sorted(timed, key=lambda key: (TIMED_KINDS.index(key[1]), key[0])):
         means_s = statistics.fmean(expected[key]), statistics.fmean(timed_s[key])
         rows.append(compared(f"{key[1].value} of stage {key[0]}", *means_s, "s", relative_spread(timed_s[key])))
@@ -316,8 +316,8 @@ def issued_as_predicted(measurement: Measurement, program: Program | None = None
     mixed = reduces_between_collectives(measurement.job.plan)
     predicted = predicted_communications(measurement.job, program)
 
-    def comparable(found: list[Issued]) -> list[Issued]:
-        ordered = sorted(found, key=lambda issued: (issued[1], issued[0])) if mixed else found
+    def comparable(collectives: list[Issued]) -> list[Issued]:
+        ordered = sorted(collectives, key=lambda issued: (issued[1], issued[0])) if mixed else collectives
         return sorted(ordered, key=lambda issued: issued[0] in _COPIES)
 
     return all(

@@ -337,16 +337,16 @@ def _unsure_parts(prediction: Mapping[str, Any], longer_s: float) -> tuple[Uncer
 
 def _hidden_s(timeline: Timeline, rows: Mapping[int, Sequence[Piece]]) -> dict[str, float]:
     """Hidden communication seconds by name, on the rank with the most."""
-    beside_s: dict[tuple[str, int], float] = defaultdict(float)
+    hidden_s: dict[tuple[str, int], float] = defaultdict(float)
     for span in timeline.spans:
         if span.kind is SpanKind.COMMUNICATION:
-            beside_s[stream_words(span.stream), span.rank] += span.end_s - span.start_s
+            hidden_s[stream_words(span.stream), span.rank] += span.end_s - span.start_s
     for rank, pieces in rows.items():
         for piece in pieces:
             if piece.share is ActivityShare.EXPOSED_COMMUNICATION:
-                beside_s[piece.part, rank] -= piece.duration_s
+                hidden_s[piece.part, rank] -= piece.duration_s
     longest_s: dict[str, float] = {}
-    for (part, _), seconds in beside_s.items():
+    for (part, _), seconds in hidden_s.items():
         longest_s[part] = max(longest_s.get(part, 0.0), seconds)
     return longest_s
 

@@ -35,13 +35,13 @@ def measured_activity(measurement: Measurement) -> dict[int, Activity]:
     keyed = {rank.rank: list(_keyed(rank.collectives)) for rank in measurement.ranks}
     issued: dict[tuple[object, ...], dict[int, float]] = defaultdict(dict)
     for rank, collectives in keyed.items():
-        for each in collectives:
-            issued[each.key][rank] = each.collective.start_s
+        for entry in collectives:
+            issued[entry.key][rank] = entry.collective.start_s
     activities = {rank.rank: _busy_activity(measurement, rank, keyed[rank.rank]) for rank in measurement.ranks}
     arrived: dict[tuple[object, ...], Transfer] = {}
     for rank, collectives in keyed.items():
-        for each in collectives:
-            _add_transfer(activities[rank], each, issued[each.key], rank, mapping, arrived)
+        for entry in collectives:
+            _add_transfer(activities[rank], entry, issued[entry.key], rank, mapping, arrived)
     for rank, collectives in keyed.items():
         _add_sends(activities[rank], collectives, arrived)
     return activities
@@ -69,11 +69,11 @@ def _busy_activity(measurement: Measurement, rank: RankMeasurement, keyed: list[
     buckets = plan.num_averaging > 1 and not plan.shards_parameters
     for span in computed_spans(rank):
         inside = [
-            each.collective
-            for each in keyed
-            if not is_between_stages(each.collective)
-            and each.collective.end_s is not None
-            and span.start_s <= each.collective.start_s <= span.end_s
+            entry.collective
+            for entry in keyed
+            if not is_between_stages(entry.collective)
+            and entry.collective.end_s is not None
+            and span.start_s <= entry.collective.start_s <= span.end_s
         ]
         of_ddp = [c for c in inside if buckets and c.kind == "all_reduce" and "B" in span.action]
         still = [(c.start_s, c.end_s or c.start_s) for c in inside if c not in of_ddp] if synchronous else []
@@ -83,7 +83,9 @@ def _busy_activity(measurement: Measurement, rank: RankMeasurement, keyed: list[
         activity.waiting += [(low, min(high, span.end_s)) for low, high in still]
         busy = busy_span(span.action, span.kind, span.start_s, span.end_s)
         activity.busy += _without(busy, still)
-    sends = (each.collective for each in keyed if each.collective.kind == "send" and is_between_stages(each.collective))
+    sends = (
+        entry.collective for entry in keyed if entry.collective.kind == "send" and is_between_stages(entry.collective)
+    )
     ends = [send.end_s for send in sends if send.end_s]
     if ends:  # the pipeline waits for all previous sends
         seen_s = max(ends)

@@ -22,7 +22,7 @@ from simplan.search import SearchSpace, largest
 from simplan.units import format_time
 from tests.app.views.pages import MAIN, SMALL, assert_no_bug, complaints, opened, opened_in_session, query_of
 from tests.executor.capture import modules
-from tests.support.problems import refuses
+from tests.support.problems import refuses, says
 
 PLAN = {"dp_shard": 4, "zero_stage": 3}
 
@@ -97,8 +97,8 @@ def test_plans_of_a_captured_model_are_searched_and_opened(document: dict[str, A
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
-        ({"plan": {"tp": 4}}, "was not captured\\: UNet is captured without tensor parallelism; use 1"),
-        ({"plan": {"cp": 4}}, "context parallelism of captured modules is not modeled yet; use 1"),
+        ({"plan": {"tp": 4}}, "UNet ... parallelism; use 1"),
+        ({"plan": {"cp": 4}}, "not modeled ... use 1"),
         ({"software": {"preset": "torch", "compiled": True}}, "torch.compile of a captured module without blocks"),
     ],
 )
@@ -109,13 +109,13 @@ def test_option_that_captured_models_lack_is_refused_by_its_rule(
         page = opened_in_session(name, {**document, **changes}, {})
         assert_no_bug(page)
         elements = (*page.error, *page.warning, *page.info)
-        assert rule in " ".join(str(element.value) for element in elements), name
+        assert says(" ".join(str(element.value) for element in elements), rule), name
 
 
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
-        ({"seq_len": 77}, "model.seq_len = 77: cannot go with captured, whose sizes are those of its capture"),
+        ({"seq_len": 77}, "model.seq_len = 77: ... captured ... capture"),
         ({"preset": "gpt2-124m"}, "model.captured: cannot go with preset"),
         ({"captured": 3}, "model.captured: is no captured model as a word"),
         ({"captured": "eJy*"}, "model.captured: is no captured model as a word"),
@@ -129,7 +129,7 @@ def test_wrong_captured_model_of_a_link_is_refused(
     text = document_text({**document, "model": {**document["model"], **changes}})
     with pytest.raises(SpecError) as error:
         parse_scenario(text)
-    assert rule in str(error.value)
+    assert says(str(error.value), rule)
 
 
 @pytest.mark.parametrize(("key", "value"), [("seq_len", 77), ("num_hidden_layers", 2)])

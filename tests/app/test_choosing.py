@@ -226,4 +226,4 @@ def test_labels_tell_entries_apart(kind: Kind) -> None:
         text for text, name in zip(labels, catalog.names(kind), strict=True) if not text.endswith(f" · {name}")
     ] == []
     others = [*labels, *catalog.names(kind)]
-    assert [(one, other) for one in labels for other in others if other != one and other.startswith(one)] == []
+    assert [(label, other) for label in labels for other in others if other != label and other.startswith(label)] == []

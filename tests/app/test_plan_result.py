@@ -17,6 +17,7 @@ from simplan.scenario import parse_scenario
 from simplan.training import TrainingBudget
 from tests.app.figures.drawn import checked
 from tests.app.questions import text_of
+from tests.support.problems import says
 
 NAMES = ["tensor-fsdp", "zb-h1", "moe-pipeline", "offload-optimizer", "four-dimensions"]
 
@@ -116,8 +117,6 @@ def test_results_travel_between_processes() -> None:
 def test_idle_memory_of_a_plan_that_recomputes_is_told() -> None:
     """The first plan leaves three quarters free; the best plan of the same question leaves a tenth."""
     first = parse_scenario(document_text(USUAL)).job
-    assert idle_memory_words(predict(first)).startswith(
-        "71% of the device memory is free, and the plan recomputes every"
-    )
+    assert says(idle_memory_words(predict(first)), "71%", "device memory", "recomputes")
     assert idle_memory_words(predict(first.with_changes(recompute="none"))) == ""
     assert idle_memory_words(predict(first.with_changes(tp=1, dp_shard=64, microbatch_size=2))) == ""

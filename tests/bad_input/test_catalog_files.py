@@ -42,19 +42,19 @@ ENTRIES = (
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Paths of all keys inside of a value; of a list, those of its first item."""
     items = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
-    for key, each in items:
+    for key, item in items:
         yield (*path, key)
-        yield from places(each, (*path, key))
+        yield from places(item, (*path, key))
 
 
 def changed(data: Any, path: tuple[Any, ...], value: Any) -> Any:
     """A copy with another value at a path."""
-    found = copy.deepcopy(data)
-    holder = found
+    copied = copy.deepcopy(data)
+    holder = copied
     for key in path[:-1]:
         holder = holder[key]
     holder[path[-1]] = value
-    return found
+    return copied
 
 
 def damaged(entry: Any) -> Iterator[tuple[str, Any]]:

@@ -122,8 +122,8 @@ def test_typed_names_stand_for_their_entries() -> None:
     typed = [(kind, text, name) for kind, table in TYPED.items() for text, name in listed(table)]
     assert len(typed) > 130
     for kind, text, name in typed:
-        found = find(kind, text).name
-        assert catalog.canonical_name(kind, found) == catalog.canonical_name(kind, name), f"{text} is {found}"
+        entry = find(kind, text).name
+        assert catalog.canonical_name(kind, entry) == catalog.canonical_name(kind, name), f"{text} is {entry}"
 
 
 def test_names_of_several_entries_and_of_others_stand_for_none() -> None:
@@ -139,8 +139,8 @@ def test_name_of_the_catalog_stands_for_itself_in_any_style() -> None:
     for kind in ("models", "devices", "clusters", "software", "topologies", "links"):
         for name in catalog.names(kind):
             for text in (name, name.upper(), name.replace("-", " "), name.replace("-", "_"), f"  {name.title()} "):
-                found = find(kind, text).name
-                assert catalog.canonical_name(kind, found) == catalog.canonical_name(kind, name), text
+                entry = find(kind, text).name
+                assert catalog.canonical_name(kind, entry) == catalog.canonical_name(kind, name), text
             assert find(kind, name).name == name
         for name, others in catalog.spellings()[kind].get("spellings", {}).items():
             assert name in catalog.names(kind), f"{name} is no entry"
@@ -158,11 +158,11 @@ def test_name_without_or_with_another_word_is_never_another_entry() -> None:
                 changed = "".join(str((int(digit) + 1) % 10) if digit.isdecimal() else digit for digit in word)
                 for other in ((), (changed,)) if changed != word else ((),):
                     text = " ".join((*words[:place], *other, *words[place + 1 :]))
-                    found = find(kind, text).name
-                    if found and catalog.canonical_name(kind, found) != catalog.canonical_name(kind, name):
-                        names = (found, *others.get(found, ()))
-                        assert sorted(words_of(text)) in [sorted(words_of(each)) for each in names], (
-                            f"{text} is {found}"
+                    entry = find(kind, text).name
+                    if entry and catalog.canonical_name(kind, entry) != catalog.canonical_name(kind, name):
+                        names = (entry, *others.get(entry, ()))
+                        assert sorted(words_of(text)) in [sorted(words_of(spelled)) for spelled in names], (
+                            f"{text} is {entry}"
                         )
 
 

@@ -6,18 +6,20 @@ import subprocess
 from collections.abc import Callable, Mapping
 from subprocess import CompletedProcess
 
+from tests.support.problems import says
+
 Simplan = Callable[..., "CompletedProcess[str]"]
 """Runs a command with these arguments."""
 
 
 def refused(result: CompletedProcess[str], *parts: str) -> None:
-    """Exit code 2 and a sentence with all of these parts, nothing else."""
+    """Exit code 2 and a sentence that says each of these, nothing else."""
     assert result.returncode == 2, result.stderr
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
     assert "error: " in result.stderr.lower()
     for part in parts:
-        assert part in result.stderr
+        assert says(result.stderr, part), result.stderr
 
 
 def bash(command: str, environment: Mapping[str, str]) -> CompletedProcess[str]:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.accuracy.runs import run_data, write_runs
 from tests.cli.calls import Simplan, refused
+from tests.support.problems import says
 
 OF_A_RUN = {
     "id", "file", "status", "reason", "predicted_step_time_s", "step_time_interval_s", "measured_step_time_s",
@@ -89,7 +90,7 @@ def test_frameworks_of_the_catalog_and_others_are_rows(simplan: Simplan, tmp_pat
     text = simplan("accuracy", tmp_path / "both.yaml", "--jobs", "1").stdout
     of_times, of_memory = (line.split()[2] for line in text.splitlines() if "other frameworks" in line)
     assert (of_times, of_memory) == ("2", "0")
-    assert "2 runs of other: as megatron-lm-2022, without the constants fitted on its runs" in text
+    assert says(text, "2 runs of other: ", "megatron-lm-2022", "without")
     alone = json.loads(simplan("accuracy", tmp_path / "known.yaml", "--json", "--jobs", "1").stdout)
     assert alone["by_framework"] == {}
 
@@ -97,8 +98,8 @@ def test_frameworks_of_the_catalog_and_others_are_rows(simplan: Simplan, tmp_pat
 def test_the_text_names_files_errors_and_what_was_skipped(simplan: Simplan, runs: Path) -> None:
     result = simplan("accuracy", runs / "some.yaml", "--jobs", "1")
     assert result.returncode == 0, "whatever the errors are"
-    assert result.stdout.startswith("2 published runs predicted, 2 skipped: mean absolute error of step times ")
-    assert "\n90 % intervals contain 0.0 % of the measured times (median half width " in result.stdout
+    assert says(result.stdout, "2 published runs", "2 skipped", "mean absolute error of step times")
+    assert says(result.stdout, "\n90 % intervals", "0.0 %", "measured times", "half width")
     for words in (
         "Step time: errors in percent",
         "Peak memory",

@@ -17,6 +17,7 @@ from simplan.cli.terminal.output import coloured, print_result
 from simplan.cost.calibration.format import Calibration
 from simplan.cost.calibration.store import save
 from tests.cli.calls import Simplan, bash, here, refused
+from tests.support.problems import says
 
 CALIBRATION = Calibration(created="2026-01-01T00:00:00Z", device_kind="cpu", num_cores=2, memory_bytes=2**30)
 
@@ -114,7 +115,7 @@ def test_names_of_the_user_cannot_steer_a_terminal(command: str, simplan: Simpla
     result = simplan(*args)
     assert result.returncode == 2
     printed = set(result.stdout + result.stderr)
-    assert not [each for each in printed - {"\n"} if not each.isprintable()]
+    assert not [character for character in printed - {"\n"} if not character.isprintable()]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_streams_that_cannot_be_written_to(redirection: str, said: str, environm
 def test_a_full_disk_is_told_as_a_sentence(environment: dict[str, str]) -> None:
     result = bash(f"{sys.executable} -m simplan show metrics > /dev/full", environment)
     assert result.returncode == 2
-    assert result.stderr == "error: what is printed cannot be written: No space left on device\n"
+    assert says(result.stderr, "error: ", "cannot be written", "No space left on device\n")
 
 
 def test_several_mistakes_are_told_at_once(simplan: Simplan, scenario: Path) -> None:

@@ -125,10 +125,10 @@ def test_an_old_calibration_is_compared_with_the_machine_of_now(
         " seq_len: 32}\ncluster: {preset: this-machine, num_devices: 2}\n"
         "training: {global_batch_size: 4, precision: fp32}\nplan: {dp_replicate: 2}\n"
     )
-    found = ensure([load_scenario(scenario_file)], file)
-    assert found is not None
+    calibration = ensure([load_scenario(scenario_file)], file)
+    assert calibration is not None
     assert len(requests) == asked
-    assert found.pace == (1.5 if slower == 1.5 else None)
+    assert calibration.pace == (1.5 if slower == 1.5 else None)
     assert said in capsys.readouterr().err
     assert load(file) == (new if asked == 2 else old), "prices are scaled for this run only"
 

@@ -22,6 +22,7 @@ from simplan.interop.formats import formats
 from simplan.report.html import html_report
 from simplan.scenario import METRICS
 from tests.cli.calls import Simplan, bash, here, refused
+from tests.support.problems import says
 from tests.test_words import PRIVATE_WORDS
 
 
@@ -47,8 +48,8 @@ def test_several_scenarios_are_one_table_fastest_first(simplan: Simplan, scenari
     other.write_text(scenario.read_text().replace("gpipe", "1f1b").replace("name: small", "name: other"))
     alone = [json.loads(simplan("predict", path, "--json").stdout) for path in (scenario, other)]
     document = json.loads(simplan("predict", scenario, other, "--json").stdout)
-    times = [each["step_time_s"] for each in document["predictions"]]
-    assert times == sorted(each["step_time_s"] for each in alone)
+    times = [prediction["step_time_s"] for prediction in document["predictions"]]
+    assert times == sorted(prediction["step_time_s"] for prediction in alone)
     table, _, note = simplan("predict", scenario, other).stdout.partition("\n\n")
     lines = table.splitlines()
     assert lines[0].split()[:3] == ["scenario", "step", "time"]
@@ -289,9 +290,9 @@ def test_an_export_may_be_of_some_to_all_nodes(target: str, simplan: Simplan, tm
     written = simplan(*export, "--checkpoint-dir", "/kept", "--max-restarts", "2")
     assert "torchrun --nnodes 1:4 --nproc-per-node 8 --max-restarts 2" in written.stdout
     assert ('"resume":true' in written.stdout) == (target == "kubernetes")
-    assert "note: 3 nodes could not go on, but fewer of them: training.global_batch_size = 64" in written.stderr
+    assert says(written.stderr, "note: 3 nodes", "training.global_batch_size = 64")
     other = simplan("export", scenario, "--to", target, "--nnodes", "2:8")
-    assert "--nnodes = 8: the scenario's cluster has 4 nodes; use --nnodes 4, or change cluster" in other.stderr
+    assert says(other.stderr, "--nnodes = 8: ", "4 nodes", "use --nnodes 4")
 
 
 def test_target_is_said_if_it_was_named_otherwise(simplan: Simplan) -> None:
@@ -305,7 +306,7 @@ def test_target_is_said_if_it_was_named_otherwise(simplan: Simplan) -> None:
     refused(simplan(*export, "megatronn"), "--to = megatronn: is not known; did you mean megatron?")
 
 
-@pytest.mark.parametrize("target", [name for name, each in formats().items() if each.export is not None])
+@pytest.mark.parametrize("target", [name for name, target in formats().items() if target.export is not None])
 def test_export_of_a_model_has_the_framework_of_its_target(target: str, simplan: Simplan) -> None:
     written = simplan("export", "llama3-8b", "--gpus", "8", "--to", target, "--json")
     assert written.returncode == 0, written.stderr
@@ -426,7 +427,7 @@ def test_check_writes_junit_and_annotations(simplan: Simplan, scenario: Path, tm
     scenario.write_text(scenario.read_text().replace("value: 8", "value: 9"))
     junit, summary = tmp_path / "junit.xml", tmp_path / "summary.md"
     result = simplan("check", scenario, "--junit", junit, "--github", env={"GITHUB_STEP_SUMMARY": str(summary)})
-    assert f"::error file={scenario},line=7,title=simplan check%3A num_microbatches::" in result.stdout
+    assert says(result.stdout, f"::error file={scenario},line=7,", "num_microbatches::")
     assert ElementTree.parse(junit).getroot().get("failures") == "1"
     assert "| num_microbatches | failed |" in summary.read_text()
 
@@ -570,8 +571,7 @@ def test_a_bug_is_a_sentence_too(new_simplan: Simplan, scenario: Path, tmp_path:
         ("dgx-h100", "cannot be run: the executor runs plain torch"),
         (
             "this-machine",
-            "other software than torch on this-machine, where times are of what the executor runs, is not modeled yet; "
-            "use torch, or cluster: {preset: dgx-h100, num_devices: 1} for the memory of its tensors",
+            "torch ... this-machine ... not modeled ... use torch ... dgx-h100, num_devices: 1}",
         ),
     ],
 )
@@ -583,7 +583,7 @@ def test_run_refuses_software_that_it_does_not_run(
         f"model: {{preset: bert-tiny, seq_len: 32}}\ncluster: {{preset: {cluster}, num_devices: 1}}\n"
         "training: {global_batch_size: 2}\nplan: {dp_replicate: 1}\nsoftware: megatron-core\n"
     )
-    refused(simplan("run", path), f"software = megatron-core: {sentence}")
+    refused(simplan("run", path), f"software = megatron-core: ... {sentence}")
 
 
 def test_compare_with_what_a_log_says(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:

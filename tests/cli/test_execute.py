@@ -26,6 +26,7 @@ from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
 from simplan.scenario import parse_scenario
 from simplan.validate.compare import compare
+from tests.support.problems import refuses
 
 SCENARIO = """
 name: once
@@ -41,9 +42,7 @@ def test_a_run_refuses_what_is_only_predicted(field: str) -> None:
     values = {"background": "[{from: node0, to: node1, gbit: 1}]", "jitter": "{compute_relative_std: 0.1}"}
     cluster = f"num_nodes: 2, topology: one-switch, {field}: {values[field]}"
     text = SCENARIO.replace("num_devices: 2", cluster).replace("pp: 2", "pp: 2, dp_replicate: 8")
-    with pytest.raises(
-        NotModelledError, match=rf"cluster\.{field}: is predicted, and a run would ignore it; remove it"
-    ):
+    with refuses(f"cluster.{field}", rule="predicted", fix="remove it", kind=NotModelledError):
         check_before_calibrating(parse_scenario(text), RunOptions())
 
 

@@ -15,7 +15,7 @@ from simplan.scenario import load_scenario
 from simplan.scenario.elastic import scenarios_on_fewer
 from tests.cli.calls import Simplan, refused
 from tests.hosts import free_port
-from tests.support.problems import refuses
+from tests.support.problems import refuses, says
 
 SCENARIO = """\
 name: two nodes
@@ -40,13 +40,13 @@ TWO, ON = ["--nnodes", "2"], ["--rdzv-endpoint", "a:1"]
 @pytest.mark.parametrize(
     ("command", "options", "sentence"),
     [
-        ("run", [], "--nnodes = 1: the scenario's cluster has 2 nodes; give --nnodes 2 --rdzv-endpoint HOST:PORT on"),
-        ("run", ["--nnodes", "3", *ON], "--nnodes = 3: must divide the 2 devices of the scenario's cluster"),
+        ("run", [], "--nnodes = 1: ... scenario's ... 2 ... give --nnodes 2 --rdzv-endpoint HOST:PORT"),
+        ("run", ["--nnodes", "3", *ON], "--nnodes = 3: ... divide ... 2"),
         ("run", ["--nnodes", "2"], NOWHERE),
-        ("run", [*TWO, "--rdzv-endpoint", "a"], "--rdzv-endpoint = a: must be HOST:PORT; give a name of one of"),
+        ("run", [*TWO, "--rdzv-endpoint", "a"], "--rdzv-endpoint = a: must be HOST:PORT; give"),
         ("run", [*TWO, *ON, "--rdzv-conf", "timeout=3"], "--rdzv-conf = timeout=3: must be of join_timeout="),
         ("run", ON, "--nnodes = 1: the scenario's cluster has 2 nodes"),
-        ("calibrate", ON, "--rdzv-endpoint = a:1: is about several nodes, and --nnodes is 1; give --nnodes too"),
+        ("calibrate", ON, "--rdzv-endpoint = a:1: ... --nnodes is 1; give --nnodes"),
         ("calibrate", TWO, NOWHERE),
         ("calibrate", [*TWO, *ON, "--dtype", "bf16"], "--dtype = bf16: is about kernels, and across nodes only"),
     ],
@@ -68,7 +68,7 @@ def test_nobody_at_the_endpoint(simplan: Simplan, two: Path) -> None:
     conf = "join_timeout=1,is_host=0"
     result = simplan("run", two, "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", conf)
     assert result.returncode == 4
-    assert f"error: no job was found at {endpoint} within 1 s; run the same command on 127.0.0.1 too" in result.stderr
+    assert says(result.stderr, "error: no job", endpoint, "1 s", "the same command on 127.0.0.1")
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_numbers_of_nodes_that_the_batch_does_not_divide_are_passed_over(two: Pa
     assert {number: scenario.job.plan.dp for number, scenario in scenarios.items()} == {2: 2, 1: 1}
     assert [scenario.job.num_microbatches for scenario in scenarios.values()] == [2, 4]
     (sentence,) = sentences
-    assert sentence.startswith("3 nodes could not go on, but fewer of them: training.global_batch_size = 4: must be a")
+    assert says(sentence, "3 nodes", "training.global_batch_size = 4: ")
 
 
 def test_replicas_that_may_leave_need_neither_checkpoints_nor_fewer_nodes(two: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from simplan.cli import suite
 from simplan.errors import SpecError
+from tests.support.problems import refuses
 
 TINY = """\
 model: {family: gpt, num_hidden_layers: 2, hidden_size: 64, num_attention_heads: 4, vocab_size: 256, seq_len: 32}
@@ -59,11 +60,10 @@ def test_a_suite_reports_what_ran_and_what_failed_and_goes_on(
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path) -> None:
     monkeypatch.setattr(suite, "_environment", lambda: {"cuda": None})
-    with pytest.raises(SpecError) as caught:
+    with refuses("--device", "cuda", rule="no CUDA device", fix="--device cpu"):
         suite.suite_command(
             [folder], output=tmp_path / "out", as_json=False, calibration_file=None, options=suite.SuiteOptions()
         )
-    assert str(caught.value).startswith("--device = cuda: this machine has no CUDA device; use --device cpu")
     assert not (tmp_path / "out").exists()
 
 

@@ -99,7 +99,7 @@ def test_predict_without_tokens_shows_no_training_run(simplan: Simplan, scenario
         (("--tokens", "1e9", "--price", "0"), "--price = 0.0: must be greater than 0"),
         (("--tokens", "1e9", "--price", "2e6"), "--price = 2000000.0: must be at most 1,000,000"),
         (("--tokens", "1e9", "--price", "inf"), "--price = .inf: must be a finite number"),
-        (("--price", "2"), "--price = 2: is the price of a training whose number of tokens is missing; give --tokens"),
+        (("--price", "2"), "--price = 2: ... training ... missing; give --tokens"),
     ],
 )
 def test_option_out_of_range_is_rejected(
@@ -115,8 +115,8 @@ def test_option_out_of_range_is_rejected(
         (".inf", "", "training.num_tokens = .inf: must be a finite number"),
         ("2e18", "", "training.num_tokens = 2e+18: must be at most 1e+18"),
         ("", "0", "cluster.price_per_device_hour = 0: must be greater than 0"),
-        ("", "1000001", "cluster.price_per_device_hour = 1000001: must be at most 1,000,000"),
-        ("", ".nan", "cluster.price_per_device_hour = .nan: must be a finite number"),
+        ("", "1000001", "cluster.price_per_device_hour = 1000001: ... most 1,000,000"),
+        ("", ".nan", "cluster.price_per_device_hour = .nan: ... finite number"),
     ],
 )
 def test_key_out_of_range_is_rejected(simplan: Simplan, scenario: Path, tokens: str, price: str, sentence: str) -> None:

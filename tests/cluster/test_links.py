@@ -29,16 +29,16 @@ def most_rings(links: dict[tuple[int, int], int], n: int) -> int:
         if all(pair in free for pair in pairs):
             rings.add(pairs)
 
-    def most(left: Counter[tuple[int, int]], candidates: list[tuple[tuple[int, int], ...]]) -> int:
+    def most_disjoint(left: Counter[tuple[int, int]], candidates: list[tuple[tuple[int, int], ...]]) -> int:
         best = 0
         for index, ring in enumerate(candidates):
             rest = left - Counter(ring)
             if sum(rest.values()) == sum(left.values()) - n:
-                best = max(best, 1 + most(rest, candidates[index:]))
+                best = max(best, 1 + most_disjoint(rest, candidates[index:]))
         return best
 
     # a link carries a ring in each direction
-    return 2 * most(free, sorted(rings))
+    return 2 * most_disjoint(free, sorted(rings))
 
 
 @pytest.mark.parametrize("n", [3, 4, 6, 7])

@@ -43,10 +43,10 @@ def cost_of(
 ) -> KernelCost:
     """Costs for AdamW without sharded parameters; states are those of the framework unless given."""
     spec = catalog.software(software) if isinstance(software, str) else software
-    found = catalog.device(device) if isinstance(device, str) else device
+    device_spec = catalog.device(device) if isinstance(device, str) else device
     kept = state or spec.state(TrainingSpec(global_batch_size=8, precision=precision), plan or ParallelPlan())
     how = {"num_devices": num_devices, "shards_parameters": False, **options}
-    return kernel_cost(found, precision, kept, "adamw", spec, **how)
+    return kernel_cost(device_spec, precision, kept, "adamw", spec, **how)
 
 
 def attention_s(rates: AttentionRates, kernel: Attention, num_sequences: int, *, backward: bool) -> float:

@@ -145,8 +145,8 @@ def test_parts_of_a_split_backward_have_their_share_of_it() -> None:
         (Phase.BACKWARD_INPUT, [0.002, 0.008, 0.0, 0.002]),
         (Phase.BACKWARD_WEIGHT, [0.0045, 0.0, 0.0, 0.0045]),
     ):
-        found = [COST.compute(LayerWork(layer, phase, 2, 0, (index,))).seconds for index in range(4)]
-        assert found == pytest.approx(seconds, rel=0.02)
+        parts_s = [COST.compute(LayerWork(layer, phase, 2, 0, (index,))).seconds for index in range(4)]
+        assert parts_s == pytest.approx(seconds, rel=0.02)
 
 
 def test_recomputation_costs_the_forward_of_what_runs_again() -> None:
@@ -238,7 +238,7 @@ def test_communications_are_interpolated_in_bytes(num_bytes: int, seconds: float
 )
 def test_kinds_are_told_apart_and_extrapolated_by_what_each_rank_sends(kind: CollectiveKind, factor: float) -> None:
     """Four ranks where two were timed."""
-    timings = tuple(link(one, 1000, 0.001 * (1 + index)) for index, one in enumerate(CollectiveKind))
+    timings = tuple(link(kind, 1000, 0.001 * (1 + index)) for index, kind in enumerate(CollectiveKind))
     cost = calibrated(communication=timings)
     own_s = 0.001 * (1 + list(CollectiveKind).index(kind))
     assert cost.communication(Communication(kind, 1000, (0, 1))).seconds == pytest.approx(own_s)
@@ -278,9 +278,9 @@ def test_merging_keeps_what_only_one_has_and_takes_the_newer_of_both() -> None:
     )
     merged = CALIBRATION.merged(newer)
     assert merged.layers == CALIBRATION.layers
-    found = {(c.kind, c.num_bytes): c.seconds.mean_s for c in merged.communication}
-    assert found[(CollectiveKind.SEND, 1000)] == 0.5
-    assert len(found) == 5
+    mean_s = {(c.kind, c.num_bytes): c.seconds.mean_s for c in merged.communication}
+    assert mean_s[(CollectiveKind.SEND, 1000)] == 0.5
+    assert len(mean_s) == 5
 
 
 def test_timings_under_another_torch_are_dropped() -> None:

@@ -144,7 +144,7 @@ def test_words_on_nodes_add_up_to_all_ranks(number: int) -> None:
     for kind in (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER, CollectiveKind.ALL_TO_ALL):
         communication = Communication(kind, number * 10**8, tuple(range(number)))
         formula = communication_cost(communication, cluster(number)).formula
-        even = {int(nodes) * int(each) for nodes, each in re.findall(r"(\d+) nodes x (\d+),", formula)}
+        even = {int(nodes) * int(ranks) for nodes, ranks in re.findall(r"(\d+) nodes x (\d+),", formula)}
         assert even == (set() if last else {number})
         assert (f"{number} ranks on {-(-number // 8)} nodes, {last} on the smallest," in formula) == bool(last)
 
@@ -185,8 +185,8 @@ def test_a_missing_link_is_named() -> None:
     ],
 )
 def test_closed_forms_inside_a_node(kind: CollectiveKind, steps_us: int, share: float) -> None:
-    found = cost_estimate(kind, 8 * 10**8, tuple(range(8))).seconds
-    assert found == pytest.approx(SIMPLE_S + steps_us * US + share * 8e8 / 320e9, rel=1e-12)
+    estimated_s = cost_estimate(kind, 8 * 10**8, tuple(range(8))).seconds
+    assert estimated_s == pytest.approx(SIMPLE_S + steps_us * US + share * 8e8 / 320e9, rel=1e-12)
     assert bus_factor(kind, 8) == pytest.approx(share)
 
 
@@ -198,8 +198,8 @@ def test_the_switch_reduces() -> None:
     sent = [num_bytes + part for _ in range(n)]
     received = [part + sum(part for _ in range(n)) for _ in range(n)]
     assert sent == received
-    found = cost_estimate(CollectiveKind.ALL_REDUCE, num_bytes, tuple(range(n)), SWITCH).seconds
-    assert found == pytest.approx(10 * US + 7.35 * 2 * US + sent[0] / 280e9)
+    estimated_s = cost_estimate(CollectiveKind.ALL_REDUCE, num_bytes, tuple(range(n)), SWITCH).seconds
+    assert estimated_s == pytest.approx(10 * US + 7.35 * 2 * US + sent[0] / 280e9)
     gathered = cost_estimate(CollectiveKind.ALL_GATHER, num_bytes, tuple(range(n)), SWITCH).formula
     assert "ring" in gathered  # no gain in what every device has to receive
 
@@ -272,16 +272,16 @@ def test_a_rack_that_is_one_domain_has_no_network() -> None:
 )
 def test_a_torus_has_two_links_on_every_axis(device: str, num_chips: int, n: int, links: int) -> None:
     slice_ = of_chips(device, num_chips, chips=num_chips)
-    found = communication_cost(Communication(CollectiveKind.ALL_GATHER, 10**10, tuple(range(n))), slice_).seconds
+    estimated_s = communication_cost(Communication(CollectiveKind.ALL_GATHER, 10**10, tuple(range(n))), slice_).seconds
     rate = links * catalog.link(f"ici-{device}").bytes_per_s * 0.82
-    assert found == pytest.approx((n - 1) / n * 1e10 / rate, rel=0.002)
+    assert estimated_s == pytest.approx((n - 1) / n * 1e10 / rate, rel=0.002)
 
 
 def test_a_measured_gather_on_a_tpu() -> None:
     """The scaling book prints 680 us for an array of 2048 x 8192 in 16 bits over 4 chips of a v5e slice of 4 x 4."""
     communication = Communication(CollectiveKind.ALL_GATHER, 2048 * 8192 * 2, (0, 1, 2, 3))
-    found = communication_cost(communication, of_chips("tpu-v5e", 16, chips=16)).seconds
-    assert found == pytest.approx(680 * US, rel=0.02)
+    estimated_s = communication_cost(communication, of_chips("tpu-v5e", 16, chips=16)).seconds
+    assert estimated_s == pytest.approx(680 * US, rel=0.02)
 
 
 def test_an_all_to_all_on_a_torus_takes_a_quarter_of_a_gather() -> None:
@@ -298,8 +298,8 @@ def test_chips_of_many_slices_share_what_leaves_them() -> None:
     communication = Communication(CollectiveKind.ALL_REDUCE, 10**10, tuple(range(512)))
     inside_s = 2 * 255 / 256 * 1e10 / (4 * 45e9 * 0.82)
     outside_s = 1e10 / 256 / (25e9 / 8 * network.bandwidth_share)
-    found = communication_cost(communication, of_chips("tpu-v5e", 512, chips=256, network=network)).seconds
-    assert found == pytest.approx(inside_s + outside_s, rel=1e-3)
+    estimated_s = communication_cost(communication, of_chips("tpu-v5e", 512, chips=256, network=network)).seconds
+    assert estimated_s == pytest.approx(inside_s + outside_s, rel=1e-3)
 
 
 @given(st.integers(2, 9), st.integers(1, 50))
@@ -330,9 +330,13 @@ def test_an_all_reduce_takes_no_longer_than_its_two_halves(ranks: tuple[int, ...
 
 
 @given(st.sampled_from(CollectiveKind), GROUPS, BYTES, BYTES)
-def test_more_bytes_take_no_less(kind: CollectiveKind, ranks: tuple[int, ...], one: int, other: int) -> None:
+def test_more_bytes_take_no_less(
+    kind: CollectiveKind, ranks: tuple[int, ...], num_bytes_a: int, num_bytes_b: int
+) -> None:
     ranks = ranks[:2] if kind is CollectiveKind.SEND else ranks
-    low, high = (cost_estimate(kind, num_bytes, ranks, SWITCH).seconds for num_bytes in sorted((one, other)))
+    low, high = (
+        cost_estimate(kind, num_bytes, ranks, SWITCH).seconds for num_bytes in sorted((num_bytes_a, num_bytes_b))
+    )
     assert 0 <= low <= high
 
 
@@ -346,10 +350,10 @@ def test_more_ranks_of_a_node_take_no_less(kind: CollectiveKind, num_bytes: int)
 def test_an_all_to_all_over_nodes_may_wait_for_what_stays_inside() -> None:
     """The same with links changed about: seven parts of 16 go over the slower link inside the node."""
     slow_inside = cluster(16, intra=OUTER, inter=INNER)
-    found = communication_cost(
+    cost_s = communication_cost(
         Communication(CollectiveKind.ALL_TO_ALL, 16 * 10**8, tuple(range(16))), slow_inside
     ).seconds
-    assert found == pytest.approx(SIMPLE_S + (20 + 6 * 3) * US + 7 * 1e8 / 45e9)
+    assert cost_s == pytest.approx(SIMPLE_S + (20 + 6 * 3) * US + 7 * 1e8 / 45e9)
 
 
 def test_how_sure_a_price_is_depends_on_size_and_tier() -> None:

@@ -168,8 +168,8 @@ def test_short_inner_dimensions_in_8_bits_cost_what_was_measured(shape: tuple[in
         return product.flops / matmuls.part("", product).seconds
 
     deepest = (1, 4096, 7168, 16384)
-    found, measured = rate(shape) / rate(deepest), DEEPGEMM[shape] / DEEPGEMM[deepest]
-    assert found == pytest.approx(measured, rel=0.27 if shape[-1] == 512 else 0.125)
+    predicted, measured = rate(shape) / rate(deepest), DEEPGEMM[shape] / DEEPGEMM[deepest]
+    assert predicted == pytest.approx(measured, rel=0.27 if shape[-1] == 512 else 0.125)
 
 
 @pytest.mark.parametrize(("operands", "times"), [("whole", 2), ("slices", 10), ("padded", 1)])
@@ -233,10 +233,13 @@ def test_gradients_that_were_freed_are_neither_added_to_nor_zeroed() -> None:
 
 def test_odd_vocabularies_run_without_wide_loads() -> None:
     """The head of GPT-2: 60 to 85 TFLOP/s on an H200 (scenarios/measured/h200). Slow devices are as for even sizes."""
-    for device, precision, least, most in (("h200-sxm", "bf16", 60e12, 85e12), ("h200-sxm", "tf32", 150e12, 400e12)):
+    for device, precision, least, greatest in (
+        ("h200-sxm", "bf16", 60e12, 85e12),
+        ("h200-sxm", "tf32", 150e12, 400e12),
+    ):
         matmuls = cost_of(device, precision, num_devices=1).matmuls
         odd = Matmul(8192, 50257, 768, 1, 0)
-        assert least < odd.flops / matmuls.part("", odd).seconds < most
+        assert least < odd.flops / matmuls.part("", odd).seconds < greatest
     small = cost_of("rtx-3090", "fp16", num_devices=1).matmuls
     assert small.alignment_efficiency(odd) == small.rates.unaligned_efficiency
 

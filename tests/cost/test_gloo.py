@@ -73,8 +73,8 @@ def test_measured_communications(kind: CollectiveKind, ranks: int, measured_ms: 
 
 def test_a_ring_crosses_the_network_once_a_node() -> None:
     """Two ranks of a node have twice the network of one, and their ring leaves the node once."""
-    one, two = nodes(4, 0.4), nodes(2, 0.4, ranks_per_node=2)
-    halved_s = seconds(CollectiveKind.ALL_REDUCE, one) / 2
+    apart, two = nodes(4, 0.4), nodes(2, 0.4, ranks_per_node=2)
+    halved_s = seconds(CollectiveKind.ALL_REDUCE, apart) / 2
     assert seconds(CollectiveKind.ALL_REDUCE, two) == pytest.approx(halved_s, rel=0.01)
 
 

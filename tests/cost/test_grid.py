@@ -54,21 +54,21 @@ def kernel(name: KernelName, sizes: tuple[int, ...], seconds: float, backward_s:
 
 def grid_timings() -> list[KernelTiming]:
     """A device without launches: products at a rate, all else at a bandwidth, backwards twice as long."""
-    found = []
+    timings = []
     for rows, columns, depth in itertools.product(DIMS, repeat=3):
         seconds = 2 * rows * columns * depth / FLOP_PER_S
-        found += [kernel(name, (rows, columns, depth), seconds) for name in PRODUCTS]
+        timings += [kernel(name, (rows, columns, depth), seconds) for name in PRODUCTS]
     for heads, length, width in itertools.product((8, 64), (256, 1024), (64, 128)):
         seconds = 2 * heads * length**2 * width / FLOP_PER_S
-        found.append(kernel("attention", (heads, length, width), seconds, 2.5 * seconds))
+        timings.append(kernel("attention", (heads, length, width), seconds, 2.5 * seconds))
     both: tuple[KernelName, ...] = ("layer_norm", "rms_norm", "gelu", "silu_multiply", "add", "lookup")
     both += ("cross_entropy", "rotary")
     alone: tuple[KernelName, ...] = ("accumulate", "scale", "copy", "adamw", "sgd", "gather_copy", "reduce_copy")
     for elements in ELEMENTS:
         seconds = 4 * elements / BYTES_PER_S
-        found += [kernel(name, (elements,), seconds, 2 * seconds) for name in both]
-        found += [kernel(name, (elements,), 3 * seconds) for name in alone]
-    return found
+        timings += [kernel(name, (elements,), seconds, 2 * seconds) for name in both]
+        timings += [kernel(name, (elements,), 3 * seconds) for name in alone]
+    return timings
 
 
 GRID = KernelGrid(grid_timings())
@@ -161,10 +161,10 @@ def test_runs_on_a_gpu_take_what_its_calibration_predicts(device: str) -> None:
         job = load_scenario(ROOT / "scenarios" / "one-gpu" / f"{case['name']}.yaml").job
         # buckets were the gradients then, and these were set to zero
         job = job.with_changes({"software.gradient_as_bucket_view": True, "software.zero_grad_set_to_none": False})
-        found = predict(job, calibration=calibration if job.training.precision in timed else None)
+        prediction = predict(job, calibration=calibration if job.training.precision in timed else None)
         if case["measured_step_time_s"] is not None:
-            errors_s.append(abs(found.step_time_s / case["measured_step_time_s"] - 1))
-        allocated_bytes = found.to_json()["ranks"][0]["peak_memory_gib"]["allocated"] * 2**30
+            errors_s.append(abs(prediction.step_time_s / case["measured_step_time_s"] - 1))
+        allocated_bytes = prediction.to_json()["ranks"][0]["peak_memory_gib"]["allocated"] * 2**30
         errors_bytes.append(abs(allocated_bytes / case["measured_allocated_bytes"] - 1))
     assert len(errors_s) >= 24
     assert statistics.median(errors_s) < 0.055

@@ -62,19 +62,19 @@ def test_the_weakest_term_is_the_one_that_widens_most() -> None:
     """Rubin has no fitted run, so its kernels are known least, unless they were timed."""
     job = on_device("rubin-sxm")
     shares = {"compute": ErrorShare(0.2, 0.2, False), "communication": ErrorShare(0.01, 0.1, False)}
-    found = weakest_term(job, shares)
-    assert found is not None
-    assert (found.term, found.num_runs) == ("compute", 0)
-    assert "was fitted; `simplan calibrate`" in found.fact
+    weakest = weakest_term(job, shares)
+    assert weakest is not None
+    assert (weakest.term, weakest.num_runs) == ("compute", 0)
+    assert "was fitted; `simplan calibrate`" in weakest.fact
     timed = {"compute": ErrorShare(0.2, 0.2, True), "communication": ErrorShare(0.01, 0.1, False)}
-    found = weakest_term(job, timed)
-    assert found is not None
-    assert found.fact.startswith("compute was timed on this machine")
+    weakest = weakest_term(job, timed)
+    assert weakest is not None
+    assert weakest.fact.startswith("compute was timed on this machine")
     waiting = {"compute": ErrorShare(0.01, 0.2, False), "host": ErrorShare(0.3, 0.5, False)}
-    found = weakest_term(job, waiting)
-    assert found is not None
-    assert (found.term, found.num_runs) == ("host", None)
-    assert found.interval_share == pytest.approx(0.09 / (0.09 + 1e-4))
+    weakest = weakest_term(job, waiting)
+    assert weakest is not None
+    assert (weakest.term, weakest.num_runs) == ("host", None)
+    assert weakest.interval_share == pytest.approx(0.09 / (0.09 + 1e-4))
     assert weakest_term(job, {}) is None
 
 

@@ -89,12 +89,12 @@ def test_frozen_weights_that_are_stored_in_8_bits_are_never_quantized(weights: A
     cost = rates("fp8", "delayed", "quantized")
     form = linear_format("fp8", "delayed", "quantized", weights)
     frozen = replace(cost, state=cost.state.model_copy(update={"linear": form}))
-    given = layer()
+    plain_layer = layer()
     operators = tuple(
         replace(o, kernel=replace(o.kernel, trained=trained)) if isinstance(o.kernel, Gemm) else o
-        for o in given.operators
+        for o in plain_layer.operators
     )
-    parts = frozen.cost_estimate(LayerWork(replace(given, operators=operators), Phase.FORWARD, 1, 0)).parts
+    parts = frozen.cost_estimate(LayerWork(replace(plain_layer, operators=operators), Phase.FORWARD, 1, 0)).parts
     assert sum("cast of the weight" in part.name for part in parts) == number
 
 
@@ -118,8 +118,8 @@ def test_each_expert_has_casts_of_its_own_one_after_the_other(precision: Any, re
     """Of eight, on as many streams, for which products take as long as one: so the rest is of casts."""
     cost = rates(precision, recipe, "quantized")
     assert cost.low is not None
-    own = cost.state.model_copy(update={"linear": linear_format(precision, recipe, "quantized", experts=True)})
-    alone = replace(cost, state=own, matmuls=changed(cost.matmuls, kernel_overhead_s=1e-5))
+    state = cost.state.model_copy(update={"linear": linear_format(precision, recipe, "quantized", experts=True)})
+    alone = replace(cost, state=state, matmuls=changed(cost.matmuls, kernel_overhead_s=1e-5))
     slow = replace(alone, low=changed(cost.low, kernel_overhead_s=1e-5))
     gemm = Gemm("experts_up", M, N, K, 8, streams=8)
     experts = layer_of_kernels((gemm,), layer().parameters, key="experts")

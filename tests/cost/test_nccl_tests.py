@@ -93,8 +93,8 @@ def test_several_runs_in_one_log(tmp_path: Path) -> None:
     first = HEADER + ranks_text(8, 1) + TABLE + row(2**20, 60)
     second = "# Collective test starting: all_gather_perf\n" + TABLE + row(2**20, 50)
     third = HEADER.replace("all_reduce", "sendrecv") + ranks_text(16, 2) + TABLE + row(2**20, 40)
-    found = calibration_of(tmp_path, first + second + third).communication
-    assert [(t.kind, t.num_ranks, t.num_nodes) for t in found] == [
+    timings = calibration_of(tmp_path, first + second + third).communication
+    assert [(t.kind, t.num_ranks, t.num_nodes) for t in timings] == [
         (CollectiveKind.ALL_REDUCE, 8, 1),
         (CollectiveKind.ALL_GATHER, 8, 1),
         (CollectiveKind.RING, 16, 2),
@@ -185,6 +185,6 @@ def test_measured_groups_cost_what_was_measured_and_others_are_corrected(tmp_pat
     assert cost.communication(inside) == datasheet.communication(inside)  # no group inside a node was timed
     other = Communication(CollectiveKind.ALL_GATHER, 2**30, tuple(range(16)))
     assert cost.communication(other) == datasheet.communication(other)
-    found = catalog_cluster(calibration_of(tmp_path, text))
-    assert found is not None
-    assert (found.id, found.num_devices) == ("dgx-h100", 16)
+    cluster = catalog_cluster(calibration_of(tmp_path, text))
+    assert cluster is not None
+    assert (cluster.id, cluster.num_devices) == ("dgx-h100", 16)

@@ -107,7 +107,7 @@ def test_calls_of_the_host_take_as_long_each_whatever_the_device() -> None:
     tariff = Tariff()
     calls = [HostCalls(number, copies) for number in (1, 1536) for copies in (False, True)]
     view_s, copy_s, *many_s = estimate_program(
-        program(*[op(SpanKind.HOST, each) for each in calls]), tariff
+        program(*[op(SpanKind.HOST, call) for call in calls]), tariff
     ).durations_s
     assert 1e-7 < copy_s < view_s < 1e-4
     assert many_s == pytest.approx([1536 * view_s, 1536 * copy_s])

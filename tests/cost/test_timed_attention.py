@@ -61,9 +61,9 @@ def test_8_bits_save_what_they_save_at_a_length_that_the_rates_are_not_from(
     """Casts are no part of the tables; on GB200 backward of heads of 128 is slower in 8 bits."""
     wide, low = rates(device, "bf16"), rates(device, precision)
     for backward in (False, True):
-        found = attention_s(low, replace(kernel, eight_bits=True), 2, backward=backward)
-        found /= attention_s(wide, kernel, 2, backward=backward)
-        assert found == pytest.approx(low_ms[backward] / bf16_ms[backward], rel=0.12)
+        ratio = attention_s(low, replace(kernel, eight_bits=True), 2, backward=backward)
+        ratio /= attention_s(wide, kernel, 2, backward=backward)
+        assert ratio == pytest.approx(low_ms[backward] / bf16_ms[backward], rel=0.12)
 
 
 def test_backward_in_8_bits_skips_no_keys_of_a_window() -> None:
@@ -89,8 +89,8 @@ def test_casts_read_and_write_what_the_kernel_reads(precision: Precision, passes
     for backward, casts, elements in ((False, 3, 4096 * 128 * (192 + 192 + 128)), (True, 1, 4096 * 128 * 128)):
         kernels_s = (1 + casts * passes) * whole.matmuls.kernel_overhead_s
         moved_s = elements * (2 * passes + copies) * whole.traffic / whole.matmuls.bytes_per_s
-        found = attention_s(whole, kernel, 1, backward=backward) - attention_s(free, kernel, 1, backward=backward)
-        assert found == pytest.approx(kernels_s + moved_s, rel=1e-6)
+        casts_s = attention_s(whole, kernel, 1, backward=backward) - attention_s(free, kernel, 1, backward=backward)
+        assert casts_s == pytest.approx(kernels_s + moved_s, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -114,15 +114,15 @@ def test_unmodelled_options_are_refused_by_name(
 ) -> None:
     software = BRIDGE.model_copy(update={"fp8_dot_product_attention": True})
     plan = {"dp_shard": 8, "zero_stage": 1, **plan}
-    found = problems(model, plan, cluster=cluster, software=software, precision=precision)
+    refusals = problems(model, plan, cluster=cluster, software=software, precision=precision)
     wanted = re.compile(f"software.fp8_dot_product_attention = true: .*{said}")
-    assert any(wanted.match(sentence) for sentence in found)
+    assert any(wanted.match(sentence) for sentence in refusals)
 
 
 def test_only_layers_with_attention_are_others() -> None:
     plan, other = ParallelPlan(), BRIDGE.model_copy(update={"fp8_dot_product_attention": True})
     pairs = zip(BRIDGE.layers_of(DEEPSEEK, plan), other.layers_of(DEEPSEEK, plan), strict=True)
-    assert [one == two for one, two in pairs] == [True, *[False] * 27, True]
+    assert [first == two for first, two in pairs] == [True, *[False] * 27, True]
     assert other.title == "megatron-bridge, all_to_all, FP8 attention"
 
 
@@ -131,11 +131,11 @@ _LAUNCH_S = 3e-6  # of a kernel that is timed over and over
 
 def timed_alone(device: str) -> AttentionRates:
     """Rates as in the textbook, with nothing of what a training step makes of them."""
-    found, software = catalog.device(device), catalog.software("megatron-bridge", textbook=True)
-    kernels = catalog.kernel_rates(found.architecture, textbook=True)
+    spec, software = catalog.device(device), catalog.software("megatron-bridge", textbook=True)
+    kernels = catalog.kernel_rates(spec.architecture, textbook=True)
     alone = {name: share.model_copy(update={"sustained": 1.0}) for name, share in kernels.attention.items()}
-    found = found.model_copy(update={"kernels": kernels.model_copy(update={"attention": alone})})
-    cost = cost_of(found, software=software, num_devices=1)
+    spec = spec.model_copy(update={"kernels": kernels.model_copy(update={"attention": alone})})
+    cost = cost_of(spec, software=software, num_devices=1)
     return replace(cost.attention, matmuls=changed(cost.attention.matmuls, kernel_overhead_s=_LAUNCH_S))
 
 

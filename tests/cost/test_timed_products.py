@@ -31,7 +31,7 @@ def matmuls(**changes: float) -> MatmulRates:
 
 def logs(rates: MatmulRates, timed: pd.DataFrame) -> np.ndarray:
     """Logarithms of predicted over measured times."""
-    found = []
+    errors = []
     for row in timed.itertuples():
         groups, rows, columns, depth = row.groups, row.rows, row.columns, row.depth
         operands, result = rows * depth + depth * columns, rows * columns
@@ -40,8 +40,8 @@ def logs(rates: MatmulRates, timed: pd.DataFrame) -> np.ndarray:
         seconds = rates.part("", product).seconds
         if groups > 1:
             seconds += rates.launches_s(groups, STREAMS) - rates.kernel_overhead_s
-        found.append(np.log(seconds / (product.flops / (row.share * PEAK))))
-    return np.array(found)
+        errors.append(np.log(seconds / (product.flops / (row.share * PEAK))))
+    return np.array(errors)
 
 
 def test_the_best_of_them_is_the_machines_rate() -> None:
@@ -53,18 +53,18 @@ def test_step_times_say_of_large_products_what_was_timed() -> None:
     """Of 250 with 1e12 operations and more."""
     flops = 2.0 * TIMED["rows"] * TIMED["columns"] * TIMED["depth"]
     large = TIMED[(TIMED.groups == 1) & (flops >= 1e12)]
-    found = logs(matmuls(), large)
+    errors = logs(matmuls(), large)
     assert len(large) == 250
-    assert abs(np.median(found)) < 0.05
-    assert np.quantile(np.abs(found), 0.9) < 0.12
+    assert abs(np.median(errors)) < 0.05
+    assert np.quantile(np.abs(errors), 0.9) < 0.12
 
 
 def test_products_of_experts_are_right_on_average() -> None:
     """From 40 groups of 9,832 rows to 256 of 128, which reach 0.08 to 0.51 of the peak."""
     grouped = TIMED[TIMED.groups > 1]
-    found = logs(matmuls(), grouped)
-    assert abs(found.mean()) < 0.16
-    assert np.abs(found).mean() < 0.2
+    errors = logs(matmuls(), grouped)
+    assert abs(errors.mean()) < 0.16
+    assert np.abs(errors).mean() < 0.2
     alone, at_once = (logs(matmuls(stream_overlap=share), grouped).mean() for share in (0.0, 1.0))
     assert alone > 0.2
-    assert at_once < found.mean() < alone
+    assert at_once < errors.mean() < alone

@@ -49,11 +49,11 @@ def test_a_chapter_has_all_its_parts(chapter: str) -> None:
     assert any(head.startswith("By hand") for head in heads)
     assert any(head.startswith("The command") for head in heads)
     assert heads[-3:] == ["What real runs measured", "Exercises", "Go on"]
-    assert any(one.figure[0] for one in snippets(text))
+    assert any(snippet.figure[0] for snippet in snippets(text))
     assert "simplan accuracy scenarios/" in text or "benchmarks/" in text
     answers = re.findall(r"<details markdown=\"1\">\n<summary>Answer</summary>\n(.*?)</details>", text, re.DOTALL)
     assert len(answers) == 3
-    assert all("assert" in one.text for answer in answers for one in snippets(answer))
+    assert all("assert" in snippet.text for answer in answers for snippet in snippets(answer))
     assert all(list(snippets(answer)) for answer in answers)
     sentences = sentences_of(text)
     number = sum(map(len, sentences))

@@ -77,5 +77,5 @@ def test_rows_of_generated_tables_have_as_many_cells_as_their_heads() -> None:
 @pytest.mark.parametrize("page", sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")))
 def test_no_page_is_nearly_empty(page: str) -> None:
     """The API page has its text from docstrings too, the home page from the README."""
-    own = (ROOT / page).read_text()
-    assert len((first_screen() + own if page == "docs/index.md" else own).split()) >= 110
+    text = (ROOT / page).read_text()
+    assert len((first_screen() + text if page == "docs/index.md" else text).split()) >= 110

@@ -10,7 +10,7 @@ from executor.checks import check_job
 from simplan.errors import NotModelledError
 from simplan.training import TrainingSpec
 from tests.executor.conftest import make_job, make_model
-from tests.support.problems import refuses
+from tests.support.problems import refuses, says
 
 
 def test_stages_may_be_anywhere() -> None:
@@ -58,7 +58,7 @@ REFUSED_OF_EXPERTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ("model", "plan", "training", "said"),
     [*(({}, *case) for case in REFUSED), *((EXPERTS, *case) for case in REFUSED_OF_EXPERTS),
      ({"family": "llama", "mtp_num_layers": 1}, {"dp_replicate": 2}, {},
-      "model.mtp_num_layers = 1: the executor has no layers for multi-token")],
+      "model.mtp_num_layers = 1: ... executor ... multi-token")],
 )  # fmt: skip
 def test_jobs_that_are_refused(
     model: dict[str, Any], plan: dict[str, Any], training: dict[str, Any], said: str
@@ -67,7 +67,7 @@ def test_jobs_that_are_refused(
     job = make_job(plan.get("schedule", "none"), model=make_model(**model), plan=plan, training=asked)
     with pytest.raises(NotModelledError) as caught:
         check_job(job)
-    assert said in str(caught.value)
+    assert says(str(caught.value), said)
 
 
 def test_plans_that_cannot_be_are_rejected() -> None:

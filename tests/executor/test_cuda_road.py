@@ -112,7 +112,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_nothing_waits_between_collectives_and_the_products_beside_them(calls: list[str]) -> None:
     """Else the products would begin when the collectives are done, and nothing be slowed down."""
     watch = Stopwatch(torch.device("cuda"))
-    seconds = watch.beside(lambda: calls.append("begin"), lambda: calls.append("run"), lambda: calls.append("wait"))
+    seconds = watch.overlapped(lambda: calls.append("begin"), lambda: calls.append("run"), lambda: calls.append("wait"))
     middle = ["event 0", "begin", "run", "event 1", "wait", "event 2"]
     assert calls == ["synchronize", *middle, "synchronize"]
     assert seconds == (1.0, 2.0)

@@ -30,9 +30,9 @@ def catalogued(record: Record) -> float:
 
 
 def test_the_catalogue_holds_what_the_fit_finds() -> None:
-    found = fit(RECORDS)
-    assert len(found) == 19
-    for name, value in found.items():
+    values = fit(RECORDS)
+    assert len(values) == 19
+    for name, value in values.items():
         kind, _, field = name.rpartition(".")
         link = catalog.link(f"{kind}-400gbit" if kind in ("network", "efa") else kind or "nvlink3")
         assert getattr(link, field) == pytest.approx(value, rel=2e-3), name

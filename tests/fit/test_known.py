@@ -34,11 +34,11 @@ def counts(num_runs: int, **of_axis: float) -> dict[str, np.ndarray]:
 
 def test_runs_outside_of_a_part_count() -> None:
     grounds = [AT, AT, AT._replace(precision="fp16"), AT._replace(device="a100-sxm-40gb", framework="torch")]
-    found = counts_without(grounds, ["a", "b", "b", "c"])
-    assert found["architecture"].tolist() == [3, 2, 2, 3]
-    assert found["precision"].tolist() == [2, 2, 0, 2]
-    assert found["device"].tolist() == [2, 1, 1, 0]
-    assert found["framework"].tolist() == [2, 1, 1, 0]
+    counts = counts_without(grounds, ["a", "b", "b", "c"])
+    assert counts["architecture"].tolist() == [3, 2, 2, 3]
+    assert counts["precision"].tolist() == [2, 2, 0, 2]
+    assert counts["device"].tolist() == [2, 1, 1, 0]
+    assert counts["framework"].tolist() == [2, 1, 1, 0]
 
 
 def test_deviations_that_were_put_in_are_found_again() -> None:
@@ -51,10 +51,10 @@ def test_deviations_that_were_put_in_are_found_again() -> None:
         LeftOut(plain, counts(300, device=0.0)),
         LeftOut(plain, counts(300)),
     ]
-    found = fit_unknown(parts, tables, ["one"] * 300, SPREAD)
-    assert found.unknown_std["framework"] == pytest.approx(0.2, rel=0.25)
-    assert found.unknown_std["device"] < 0.04
-    lines = [*coverage_text(parts, {"framework": tables[0]}, SPREAD, found)]
+    estimate = fit_unknown(parts, tables, ["one"] * 300, SPREAD)
+    assert estimate.unknown_std["framework"] == pytest.approx(0.2, rel=0.25)
+    assert estimate.unknown_std["device"] < 0.04
+    lines = [*coverage_text(parts, {"framework": tables[0]}, SPREAD, estimate)]
     inside, known = map(int, re.findall(r"(?:left out|ground) (\d+) %", lines[-1]))
     assert inside == pytest.approx(90, abs=5)
     assert known < 60

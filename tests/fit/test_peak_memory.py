@@ -32,14 +32,14 @@ def test_fit_finds_the_deviations_of_drawn_errors() -> None:
         std = np.hypot(0.05 * transient, 0.1 * (kind == "reserved"))
         error = float(draw.normal(0.0, std))
         rows.append(PeakRow(str(number % 4), "torch", kind, error, 2 * error, transient))  # type: ignore[arg-type]
-    found = fit(rows)
-    assert (found.transient, found.allocator) == pytest.approx((0.05, 0.1), rel=0.25)
+    estimate = fit(rows)
+    assert (estimate.transient, estimate.allocator) == pytest.approx((0.05, 0.1), rel=0.25)
     inside, _ = held_out(rows)
     assert 0.85 < inside.mean() < 0.95
-    wider = unfitted(rows, found)
+    wider = unfitted(rows, estimate)
     covered = np.abs([row.unfitted_error for row in rows]) <= wider.half_widths(rows)
     assert covered.mean() == pytest.approx(0.9, abs=0.01)
-    assert wider.transient / found.transient == pytest.approx(2.0, rel=0.1), "errors are twice as large"
+    assert wider.transient / estimate.transient == pytest.approx(2.0, rel=0.1), "errors are twice as large"
 
 
 def test_the_part_of_fine_tuning_is_what_others_leave() -> None:
@@ -60,9 +60,9 @@ def test_intervals_hold_for_sources_that_are_left_out() -> None:
     rows, loading = apart(load_peaks([PUBLISHED]))
     inside, _ = held_out(rows)
     assert 0.85 <= inside.mean() <= 0.95
-    found = fit(rows)
+    estimate = fit(rows)
     tuned = fine_tuning_std([row for row in load_peaks(FINE_TUNING) if row.is_new])
-    lines = fitted_lines([*rows, *load_rehearsed(), *loading], found, fit(loading), unfitted(rows, found), tuned)
+    lines = fitted_lines([*rows, *load_rehearsed(), *loading], estimate, fit(loading), unfitted(rows, estimate), tuned)
     text = "\n".join([*lines, ""])
     assert text == FITTED_FILE.read_text()
     assert Deviations(0.0, 0.0).half_widths(rows).max() == 0.0

@@ -23,8 +23,8 @@ def fitted(seconds: Floats, log_std: float, **bounds: float) -> Floats:
         x, measured = X[list(rows)], seconds[list(rows)]
         return np.asarray(np.log((values[0] + values[1] * x) / measured) / 0.01)
 
-    found = minimize(constants(log_std, **bounds), residuals, np.ones(len(X)))
-    return np.array([found["a"], found["b"]])
+    values = minimize(constants(log_std, **bounds), residuals, np.ones(len(X)))
+    return np.array([values["a"], values["b"]])
 
 
 def test_exact_measurements_give_their_constants() -> None:
@@ -58,6 +58,6 @@ def test_without_measurements_that_tell_it_stays_at_the_textbook() -> None:
 
 
 def test_bounds_hold() -> None:
-    found = fitted(3.0 + 0.5 * X, log_std=1e3, low=0.6)
-    assert found[1] == pytest.approx(0.6)
-    assert constants(1.0, low=0.6)[1].at_bound(float(found[1]))
+    values = fitted(3.0 + 0.5 * X, log_std=1e3, low=0.6)
+    assert values[1] == pytest.approx(0.6)
+    assert constants(1.0, low=0.6)[1].at_bound(float(values[1]))

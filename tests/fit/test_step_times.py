@@ -29,8 +29,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def rows() -> list[FitRow]:
     """Small runs of one file: three devices' worth of shapes, no pipeline."""
-    found = load_rows([FOLDER / "megatron_sc21_and_2020.yaml"], {}, jobs=1)
-    return [row for row in found if row.job.plan.pp == 1 and not row.job.plan.shards_parameters]
+    all_rows = load_rows([FOLDER / "megatron_sc21_and_2020.yaml"], {}, jobs=1)
+    return [row for row in all_rows if row.job.plan.pp == 1 and not row.job.plan.shards_parameters]
 
 
 @pytest.mark.parametrize("name", ["zb-09", "zb-39", "korthikanti-3", "torchtitan-12", "simumax-27", "mosaic-041"])
@@ -84,8 +84,8 @@ def test_constants_that_made_step_times_are_found_again(rows: list[FitRow]) -> N
 
     made = [made_up(row) for row in rows]
     start = log_errors(made, {})
-    found = fit(made, {})
-    left = log_errors(made, found)
+    values = fit(made, {})
+    left = log_errors(made, values)
     assert np.abs(start).mean() > 0.15
     assert np.abs(left).mean() < np.abs(start).mean() / 5
 
@@ -103,9 +103,9 @@ def test_the_file_says_what_was_fitted_to_what(rows: list[FitRow]) -> None:
 
 def test_the_catalogue_has_what_was_fitted() -> None:
     fitted = yaml.safe_load(FITTED_FILE.read_text(encoding="utf-8"))
-    ampere, own = catalog.kernel_rates("ampere"), fitted["architectures"]["ampere"]
-    assert ampere.matmul_efficiency == own["matmul_efficiency"]
-    assert ampere.attention["flash2"].sustained == own["attention"]["flash2"]
+    ampere, of_ampere = catalog.kernel_rates("ampere"), fitted["architectures"]["ampere"]
+    assert ampere.matmul_efficiency == of_ampere["matmul_efficiency"]
+    assert ampere.attention["flash2"].sustained == of_ampere["attention"]["flash2"]
     assert catalog.kernel_rates("ampere", textbook=True).fitted_on is None
     software = catalog.software("llm-foundry")
     assert software.rates.traffic == fitted["software"]["llm-foundry"]["traffic"]
@@ -116,9 +116,9 @@ def test_constants_are_as_few_as_they_should_be() -> None:
     """Six for an architecture and a framework, thirty common to all (DESIGN)."""
     fitted = yaml.safe_load(FITTED_FILE.read_text(encoding="utf-8"))
     said = {"fitted_on", "relative_std", "attention", "inter_node_std"}
-    for own in fitted["architectures"].values():
-        assert len(own.keys() - said) + len(own.get("attention", {})) <= 6
-    assert all(len(own.keys() - said) <= 6 for own in fitted["software"].values())
+    for of_architecture in fitted["architectures"].values():
+        assert len(of_architecture.keys() - said) + len(of_architecture.get("attention", {})) <= 6
+    assert all(len(of_software.keys() - said) <= 6 for of_software in fitted["software"].values())
     assert len(fitted["all"].keys() - said) <= 30
 
 
@@ -129,10 +129,10 @@ def test_intervals_are_as_wide_as_the_fit_says() -> None:
     row = _row(name, run, {})
     assert row is not None
     summary = summarize_step(row.job, steps_overlap=run.steps_overlap)
-    rates, own = row.job.cluster.device.kernels, row.job.software.rates.relative_std
-    assert own is not None
+    rates, own_std = row.job.cluster.device.kernels, row.job.software.rates.relative_std
+    assert own_std is not None
     assert rates.inter_node_std is not None
-    spread = SpreadEstimate({row.job.software.id: own}, 0.0, rates.inter_node_std)
+    spread = SpreadEstimate({row.job.software.id: own_std}, 0.0, rates.inter_node_std)
     [part] = parts_of([row], {}, jobs=1)
     assert part.longer[-1] > 0.3
     [[down], [up]] = spread.half_widths([part])
@@ -144,12 +144,12 @@ def test_intervals_are_as_wide_as_the_fit_says() -> None:
 
 def test_errors_on_runs_left_out_of_the_fit_are_no_worse_than_committed() -> None:
     """Constants of five folds predict runs of every file that they have not seen; see fit/cross_validation.py."""
-    found = sample_errors(sampled_runs(FOLDER, LEFT_OUT["runs"]), LEFT_OUT["folds"])
-    assert Counter(map(len, LEFT_OUT["runs"].values())) == {4: len(found)}
+    errors = sample_errors(sampled_runs(FOLDER, LEFT_OUT["runs"]), LEFT_OUT["folds"])
+    assert Counter(map(len, LEFT_OUT["runs"].values())) == {4: len(errors)}
     worse = {
-        name: (found[name], before)
+        name: (errors[name], before)
         for name, before in LEFT_OUT["mean_error"].items()
-        if found[name] > before + HALF_A_POINT
+        if errors[name] > before + HALF_A_POINT
     }
     assert not worse
 

@@ -82,8 +82,8 @@ def _scenario(mutator: Mutator, folder: Path) -> Case:
     file = folder / "scenario.yaml"
     source = mutator.choice(SCENARIOS)
     file.write_text(mutator.yaml(source.read_text()), encoding="utf-8", errors="surrogatepass")
-    for beside in ("custom-schedule.csv",):
-        shutil.copy(ROOT / "scenarios" / beside, folder)
+    for companion in ("custom-schedule.csv",):
+        shutil.copy(ROOT / "scenarios" / companion, folder)
     command = mutator.choice(("predict", "predict", "predict", "explain", "draw", "trace", "check", "export"))
     out = folder / {"draw": "out.svg"}.get(command, "out.json")
     args = {
@@ -376,13 +376,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="first seed of each kind")
     parser.add_argument("--progress", type=Path, default=Path(os.devnull), help="JSON lines, one a chunk")
     parser.add_argument("--kind", nargs="*", default=(), help="kinds (default: all)")
-    given = parser.parse_args()
-    kinds = [each for each in KINDS + FRAMEWORK_KINDS + EXECUTOR_KINDS if not given.kind or each.name in given.kind]
-    lines = given.progress.read_text().splitlines() if given.progress.is_file() else []
+    options = parser.parse_args()
+    kinds = [kind for kind in KINDS + FRAMEWORK_KINDS + EXECUTOR_KINDS if not options.kind or kind.name in options.kind]
+    lines = options.progress.read_text().splitlines() if options.progress.is_file() else []
     done = {(line["kind"], line["seed"]) for line in map(json.loads, lines)}
-    total, end = 0, given.seed + -(-given.number // len(kinds))
-    with given.progress.open("a") as progress:
-        for seed in range(given.seed, end, CHUNK):
+    total, end = 0, options.seed + -(-options.number // len(kinds))
+    with options.progress.open("a") as progress:
+        for seed in range(options.seed, end, CHUNK):
             for kind in kinds:
                 if (kind.name, seed) in done:
                     continue
@@ -390,8 +390,10 @@ def main() -> int:
                 findings = list(run_campaign(kind, number, seed))
                 after = resource.getrusage(resource.RUSAGE_CHILDREN)
                 cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-                for found in findings:
-                    sys.stdout.write(f"{kind.name} {found.seed}: {found.what}\n  simplan {' '.join(found.args)}\n")
+                for finding in findings:
+                    sys.stdout.write(
+                        f"{kind.name} {finding.seed}: {finding.what}\n  simplan {' '.join(finding.args)}\n"
+                    )
                 sys.stdout.flush()
                 line = {"kind": kind.name, "seed": seed, "number": number, "cpu_s": round(cpu_s, 2)}
                 progress.write(json.dumps(line | {"findings": len(findings)}) + "\n")

@@ -190,8 +190,8 @@ def _job(mutator: Mutator, folder: Path) -> Case:
         ("run", "job.json"), ("run", "nodes.json"), ("rehearse", "job.json"), ("calibrate", "request.json"),
     ))  # fmt: skip
     for name, text in texts.items():
-        given = mutator.json(text) if name == damaged else text
-        (folder / name).write_text(given, encoding="utf-8", errors="surrogatepass")
+        content = mutator.json(text) if name == damaged else text
+        (folder / name).write_text(content, encoding="utf-8", errors="surrogatepass")
     args = [command, str(folder / ("request.json" if command == "calibrate" else "job.json"))]
     args += ["--out", str(folder / ("out" if command == "run" else "out.json"))]
     args += ["--nodes", str(folder / "nodes.json")] if damaged == "nodes.json" else []

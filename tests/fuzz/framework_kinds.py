@@ -90,17 +90,17 @@ def _texts(framework: str, number: int) -> tuple[str, dict[str, str]]:
     """File that a command gets, and all files of a case without damage: path in the folder -> text."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        given = _WRITERS[framework](CASES[framework][number], folder)
+        path = _WRITERS[framework](CASES[framework][number], folder)
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         texts = {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in files}
-        return str(given.relative_to(folder)), texts
+        return str(path.relative_to(folder)), texts
 
 
 def _damaged(framework: str, number: int, mutator: Mutator, folder: Path) -> Path:
     """Files of a case, one of them damaged: settings that a script or TOML has, values of YAML and JSON, or text."""
-    given, texts = _texts(framework, number)
+    written, texts = _texts(framework, number)
     case = CASES[framework][number]
-    if not given.endswith((".yaml", ".json")) and case.get("settings") and mutator.choice((True, True, False)):
+    if not written.endswith((".yaml", ".json")) and case.get("settings") and mutator.choice((True, True, False)):
         with suppress(AttributeError):  # no mapping: nothing to write
             return _WRITERS[framework](case | {"settings": mutator.changed(case["settings"])}, folder)
     damaged = mutator.choice(tuple(texts))
@@ -112,7 +112,7 @@ def _damaged(framework: str, number: int, mutator: Mutator, folder: Path) -> Pat
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8", errors="surrogatepass")
-    return folder / given
+    return folder / written
 
 
 def _make(framework: str, mutator: Mutator, folder: Path) -> Case:
@@ -124,7 +124,9 @@ def _make(framework: str, mutator: Mutator, folder: Path) -> Case:
     settings = public.CLUSTER | cases[number].get("add", {})
     space = _SPACE if command == "search" else ()
     sets = [
-        word for each in (*(f"{key}={value}" for key, value in settings.items()), *space) for word in ("--set", each)
+        word
+        for setting in (*(f"{key}={value}" for key, value in settings.items()), *space)
+        for word in ("--set", setting)
     ]
     out = folder / ("exported" if command == "export" else "out.yaml")
     options = {

@@ -44,8 +44,8 @@ def test_many_more_are(kind: Kind, part: int) -> None:
 )
 def test_bad_ends_are_found(behavior: Callable[[list[str]], int], told: str) -> None:
     """Every way of ending that is no answer, by a command that ends so."""
-    (found,) = run_campaign(replace(KINDS[0], run=behavior), 1, seed=0)
-    assert told in found.what
+    (finding,) = run_campaign(replace(KINDS[0], run=behavior), 1, seed=0)
+    assert told in finding.what
 
 
 def test_a_hang_is_found(tmp_path: Path) -> None:
@@ -53,9 +53,9 @@ def test_a_hang_is_found(tmp_path: Path) -> None:
         while True:
             pass
 
-    found = run_one(replace(KINDS[0], run=hang), 0, tmp_path / "input", limit_s=1)
-    assert found is not None
-    assert found.what == "not done after 1 s of CPU time"
+    finding = run_one(replace(KINDS[0], run=hang), 0, tmp_path / "input", limit_s=1)
+    assert finding is not None
+    assert finding.what == "not done after 1 s of CPU time"
 
 
 def test_a_seed_makes_the_same_input() -> None:

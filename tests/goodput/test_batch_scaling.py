@@ -75,7 +75,7 @@ def test_one_law_agrees_with_all_batches_of_405b() -> None:
 def test_table_is_interpolated_and_not_extrapolated() -> None:
     law = SamplesAtBatch(kind="table", table=((16, 100_000.0), (64, 400_000.0), (128, 400_000.0)))
     assert [law.samples(batch) for batch in (16, 32, 64, 100)] == pytest.approx([100_000, 200_000, 400_000, 400_000])
-    with pytest.raises(ValueError, match="the batch 8 is outside the table, which has 16 to 128; add a point"):
+    with pytest.raises(ValueError, match=r"batch 8 is outside .* 16 to 128; add a point"):
         law.samples(8)
     with pytest.raises(ValueError, match="the batch 129 is outside"):
         law.samples(129)

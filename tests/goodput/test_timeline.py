@@ -59,8 +59,8 @@ def test_rows_of_a_drawing_show_every_stop_and_what_is_done() -> None:
     rows = [line.split("│") for line in lines if re.match(r"(minute|hour|day) +\d+ +│", line)]
     assert {len("│".join(row)) for row in rows} == {80}
     figures = [row[2].split() for row in rows]  # stops if any, percent done, %
-    assert sum(int(each[0]) for each in figures if len(each) == 3) == len(timeline.stops) > 0
-    assert all({*"xdwr"} & {*row[1]} for row, each in zip(rows, figures, strict=True) if len(each) == 3)
+    assert sum(int(figure[0]) for figure in figures if len(figure) == 3) == len(timeline.stops) > 0
+    assert all({*"xdwr"} & {*row[1]} for row, figure in zip(rows, figures, strict=True) if len(figure) == 3)
     assert figures[-1][-2:] == ["100.0", "%"]
     svg = ElementTree.fromstring(whole_run_svg(answer.to_json(), timeline))
     assert len(svg.findall("{*}g[@class='row']")) == len(rows)

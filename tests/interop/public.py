@@ -16,20 +16,20 @@ CLUSTER = {"cluster.preset": "dgx-h100"}
 
 def cases(framework: str) -> list[dict[str, Any]]:
     """Cases of ``configurations/FRAMEWORK.yaml``: name, source, settings, and what they mean."""
-    found: list[dict[str, Any]] = read_yaml(Path(__file__).parent / "configurations" / f"{framework}.yaml")
-    return found
+    case_list: list[dict[str, Any]] = read_yaml(Path(__file__).parent / "configurations" / f"{framework}.yaml")
+    return case_list
 
 
 def nested(settings: dict[str, Any]) -> dict[str, Any]:
     """Mappings of dotted keys."""
-    found: dict[str, Any] = {}
+    nest: dict[str, Any] = {}
     for key, value in settings.items():
         *path, last = key.split(".")
-        here = found
+        here = nest
         for part in path:
             here = here.setdefault(part, {})
         here[last] = value
-    return found
+    return nest
 
 
 def written(case: dict[str, Any], folder: Path) -> Path:
@@ -49,8 +49,8 @@ def chosen(job: Job, expected: dict[str, dict[str, Any]]) -> dict[str, dict[str,
     """Values of a job for the keys of an expectation."""
 
     def value(section: str, key: str) -> Any:
-        found = getattr(getattr(job, section), key)
-        return list(found) if isinstance(found, tuple) else found
+        value = getattr(getattr(job, section), key)
+        return list(value) if isinstance(value, tuple) else value
 
     return {section: {key: value(section, key) for key in keys} for section, keys in expected.items()}
 

@@ -20,6 +20,7 @@ from simplan.predict import predict
 from simplan.scenario.published.reading import read_published
 from simplan.scenario.source import make_job, read_source
 from tests.interop.public import CLUSTER, cases, chosen, read, without_clipping
+from tests.support.problems import says
 
 _CASES = cases("bridge")
 _READ = [case for case in _CASES if "expect" in case]
@@ -43,10 +44,10 @@ def imported(job: Job, folder: Path) -> Job:
     text = export(job, "job").files["job.yaml"]
     assert isinstance(text, str)
     file.write_text(text, encoding="utf-8")
-    given = CLUSTER | {"cluster.num_devices": job.cluster.num_devices}
-    found = read_source(file, given).scenario().job
+    overrides = CLUSTER | {"cluster.num_devices": job.cluster.num_devices}
+    read_job = read_source(file, overrides).scenario().job
     return dataclasses.replace(
-        found, model=found.model.model_copy(update={"name": job.model.name, "sources": job.model.sources})
+        read_job, model=read_job.model.model_copy(update={"name": job.model.name, "sources": job.model.sources})
     )
 
 
@@ -72,7 +73,7 @@ def test_public_configuration_refused(case: dict[str, Any], tmp_path: Path) -> N
 def test_published_run_predicted_alike(case: dict[str, Any], tmp_path: Path) -> None:
     """The recipe that a published run was started with predicts what the row of the run does, to the last bit."""
     (file,) = read_published([_SCENARIOS / "megatron_bridge_dense.yaml"])
-    expected = next(each for each in file.runs or () if each.id == case["run"]).known_job
+    expected = next(run for run in file.runs or () if run.id == case["run"]).known_job
     job = read(case, tmp_path).scenario().job
     assert job.plan == expected.plan.with_changes(stage_layers=None)
     assert predict(without_clipping(job)).step_time_s == predict(expected).step_time_s
@@ -180,7 +181,7 @@ def test_layout_of_stages(layout: Any, blocks: tuple[int, ...] | None) -> None:
         ({"model.tensor_model_parallel_size": 3}, SpecError, "model.tensor_model_parallel_size = 3"),
         ({"model.pipeline_model_parallel_layout": "Et|tL"}, SpecError, "has 2 stages, and the pipeline has 1"),
         ({"model.pipeline_model_parallel_size": 10**12, "model.num_layers_in_first_pipeline_stage": 16}, SpecError,
-         "model.pipeline_model_parallel_size = 1000000000000: makes 1,000,000,000,000 pipeline stages, and 16 blocks"),
+         "model.pipeline_model_parallel_size = 1000000000000: ... 1,000,000,000,000 ... 16"),
         ({"optimizer.optimizer": "soap"}, NotModelledError, 'optimizer.optimizer = "soap": is not modeled yet'),
         ({"mixed_precision.fp8": "e4m3", "mixed_precision.fp8_recipe": "custom"}, NotModelledError, "fp8_recipe"),
         ({"model.is_hybrid_model": True}, NotModelledError, "model.is_hybrid_model: Mamba layers are not modeled yet"),
@@ -192,7 +193,7 @@ def test_layout_of_stages(layout: Any, blocks: tuple[int, ...] | None) -> None:
 def test_wrong_setting_is_named(changes: dict[str, Any], error: type[SpecError], sentence: str, tmp_path: Path) -> None:
     with pytest.raises(error) as refused:
         read({"name": "dump", "settings": _DUMP | changes}, tmp_path).scenario()
-    assert sentence in str(refused.value)
+    assert says(str(refused.value), sentence)
 
 
 @pytest.mark.parametrize("value", [[1, [2]], {"a": 1}, "${.x}", -1, 10**30], ids=str)
@@ -283,14 +284,14 @@ def test_megatron_core_takes_the_settings() -> None:
     for model, keys in plans:
         job = make_job(model, {**CLUSTER, "cluster.num_devices": 16, "software": "megatron-bridge", **keys})
         files = export(job, "job").files
-        found = yaml.safe_load(files["job.yaml"])
+        document = yaml.safe_load(files["job.yaml"])
         kind = transformer.MLATransformerConfig if model == "deepseek-v3" else transformer.TransformerConfig
         known = {field.name for field in dataclasses.fields(kind)}
-        assert set(found["model"]) - known <= provider
+        assert set(document["model"]) - known <= provider
         left = ("activation_func", "apply_rope_fusion")  # a name there; and what needs Transformer Engine
-        taken = {key: value for key, value in found["model"].items() if key in known and key not in left}
+        taken = {key: value for key, value in document["model"].items() if key in known and key not in left}
         config = kind(**taken, bf16=True, pipeline_dtype="bf16")
         assert config.tensor_model_parallel_size == job.plan.tp
-        distributed.DistributedDataParallelConfig(**found["ddp"])
-        optimizer.OptimizerConfig(**found["optimizer"])
+        distributed.DistributedDataParallelConfig(**document["ddp"])
+        optimizer.OptimizerConfig(**document["optimizer"])
         ast.parse(str(files["pretrain.py"]))

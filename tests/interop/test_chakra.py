@@ -78,12 +78,12 @@ def messages() -> dict[str, Any]:
     file = descriptor_pb2.FileDescriptorProto(name="et_def.proto", package="ChakraProtoMsg", syntax="proto3")
     field_type = descriptor_pb2.FieldDescriptorProto
     for message, fields in _MESSAGES.items():
-        found = file.message_type.add(name=message)
+        added_type = file.message_type.add(name=message)
         if message == "AttributeProto":
-            found.oneof_decl.add(name="value")
+            added_type.oneof_decl.add(name="value")
         for name, (number, kind) in fields.items():
             plain = kind.removesuffix("*")
-            added = found.field.add(name=name, number=number, label=3 if kind.endswith("*") else 1)
+            added = added_type.field.add(name=name, number=number, label=3 if kind.endswith("*") else 1)
             if plain in _MESSAGES:
                 added.type, added.type_name = field_type.TYPE_MESSAGE, f".ChakraProtoMsg.{plain}"
             else:
@@ -96,12 +96,12 @@ def messages() -> dict[str, Any]:
 
 
 def job_of(name: str) -> Job:
-    given = dict(_JOBS[name])
-    model = given.pop("model", "gpt2-124m")
-    given = {"cluster": "dgx-h100", "seq_len": 512, "num_hidden_layers": 4, "num_microbatches": 3, **given}
-    if given.get("pp", 1) > 1:
-        given["num_microbatches"] = 4
-    return make_job(model, **given)
+    keys = dict(_JOBS[name])
+    model = keys.pop("model", "gpt2-124m")
+    keys = {"cluster": "dgx-h100", "seq_len": 512, "num_hidden_layers": 4, "num_microbatches": 3, **keys}
+    if keys.get("pp", 1) > 1:
+        keys["num_microbatches"] = 4
+    return make_job(model, **keys)
 
 
 def sized(data: bytes) -> Iterator[bytes]:
@@ -124,7 +124,7 @@ def read(data: bytes, messages: dict[str, Any]) -> Trace:
     first, *rest = sized(data)
     metadata = messages["GlobalMetadata"].FromString(first)
     assert metadata.version == "0.0.4"
-    nodes = [messages["Node"].FromString(each) for each in rest]
+    nodes = [messages["Node"].FromString(node) for node in rest]
     for node, text in zip(nodes, rest, strict=True):
         assert not list(node.FindInitializationErrors())
         assert node.ByteSize() == len(text), "a field is not in the schema, or has another type"
@@ -135,9 +135,9 @@ def read(data: bytes, messages: dict[str, Any]) -> Trace:
     }  # fmt: skip
     attributes = []
     for node in nodes:
-        for each in node.attr:  # the feeder reads each attribute from one field (src/feeder/et_feeder_node.cpp)
-            assert each.WhichOneof("value") == kinds[each.name]
-        attributes.append({each.name: getattr(each, kinds[each.name]) for each in node.attr})
+        for attribute in node.attr:  # the feeder reads each attribute from one field (src/feeder/et_feeder_node.cpp)
+            assert attribute.WhichOneof("value") == kinds[attribute.name]
+        attributes.append({attribute.name: getattr(attribute, kinds[attribute.name]) for attribute in node.attr})
     return Trace(nodes, attributes)
 
 
@@ -170,12 +170,12 @@ def test_sends_pair_with_receives(exported: Any) -> None:
     sent: Counter[Any] = Counter()
     received: Counter[Any] = Counter()
     for rank, trace in traces.items():
-        for _, each in trace.of(_SEND):
-            assert each["comm_src"] == rank != each["comm_dst"]
-            sent[tuple(each[key] for key in keys)] += 1
-        for _, each in trace.of(_RECV):
-            assert each["comm_dst"] == rank
-            received[tuple(each[key] for key in keys)] += 1
+        for _, attributes in trace.of(_SEND):
+            assert attributes["comm_src"] == rank != attributes["comm_dst"]
+            sent[tuple(attributes[key] for key in keys)] += 1
+        for _, attributes in trace.of(_RECV):
+            assert attributes["comm_dst"] == rank
+            received[tuple(attributes[key] for key in keys)] += 1
     assert sent == received
     assert bool(sent) == (job.plan.pp > 1 or (job.plan.cp > 1 and job.plan.cp_comm == "ring"))
 
@@ -188,7 +188,7 @@ def test_groups_issue_the_same_collectives_in_order(exported: Any) -> None:
             for rank in ranks
         ]
         assert issued[0]
-        assert all(each == issued[0] for each in issued)
+        assert all(collectives == issued[0] for collectives in issued)
 
 
 def test_communication_is_that_of_an_unfolded_program(exported: Any) -> None:
@@ -207,19 +207,19 @@ def test_communication_is_that_of_an_unfolded_program(exported: Any) -> None:
             elif isinstance(work, Communication):
                 place = work.ranks.index(op.rank)
                 for pair in ((place, place + 1), (place - 1, place)):
-                    ranks = tuple(work.ranks[each % len(work.ranks)] for each in pair)
+                    ranks = tuple(work.ranks[place % len(work.ranks)] for place in pair)
                     expected[op.rank]["send", ranks, work.num_bytes] += 1
     for rank, trace in traces.items():
-        found: Counter[Any] = Counter()
+        counts: Counter[Any] = Counter()
         for kind in (_SEND, _RECV):
-            for _, each in trace.of(kind):
-                found["send", (each["comm_src"], each["comm_dst"]), each["comm_size"]] += 1
-        for _, each in trace.of(_COLLECTIVE):
-            name, ranks = _COLLECTIVES[each["comm_type"]], tuple(groups[int(each["pg_name"])])
+            for _, attributes in trace.of(kind):
+                counts["send", (attributes["comm_src"], attributes["comm_dst"]), attributes["comm_size"]] += 1
+        for _, attributes in trace.of(_COLLECTIVE):
+            name, ranks = _COLLECTIVES[attributes["comm_type"]], tuple(groups[int(attributes["pg_name"])])
             # nccl-tests count the result of an all-gather, ASTRA-sim (Ring.cc: final_data_size) what a rank gives
             times = len(ranks) if name == "all_gather" else 1
-            found[name, ranks, each["comm_size"] * times] += 1
-        assert found == expected[rank]
+            counts[name, ranks, attributes["comm_size"] * times] += 1
+        assert counts == expected[rank]
 
 
 def test_replay_of_the_files_takes_the_simulated_time(exported: Any) -> None:
@@ -230,11 +230,15 @@ def test_replay_of_the_files_takes_the_simulated_time(exported: Any) -> None:
     meeting: dict[tuple[int, int], Any] = {}
     for rank, trace in traces.items():
         seen: Counter[Any] = Counter()
-        for node, each in zip(trace.nodes, trace.attributes, strict=True):
+        for node, attributes in zip(trace.nodes, trace.attributes, strict=True):
             if node.type == _COMP:
                 continue
             collective = node.type == _COLLECTIVE
-            base: Any = each["pg_name"] if collective else (each["comm_src"], each["comm_dst"], each["comm_tag"])
+            base: Any = (
+                attributes["pg_name"]
+                if collective
+                else (attributes["comm_src"], attributes["comm_dst"], attributes["comm_tag"])
+            )
             key = meeting[rank, node.id] = (base, seen[base, node.type])
             seen[base, node.type] += 1
             members[key] = len(groups[int(base)]) if collective else 2
@@ -257,8 +261,8 @@ def test_replay_of_the_files_takes_the_simulated_time(exported: Any) -> None:
                 key = meeting[rank, node.id]
                 ready[key].append((start, rank, node.id, node.duration_micros))
                 if len(ready[key]) == members[key]:
-                    end = max(each[0] for each in ready[key]) + max(each[3] for each in ready[key])
-                    ends.update({(each[1], each[2]): end for each in ready[key]})
+                    end = max(event[0] for event in ready[key]) + max(event[3] for event in ready[key])
+                    ends.update({(event[1], event[2]): end for event in ready[key]})
             pending[rank] = left
     assert not any(pending.values()), "ranks wait for each other"
     cost = cost_model(job, None)
@@ -267,8 +271,8 @@ def test_replay_of_the_files_takes_the_simulated_time(exported: Any) -> None:
         job, assignment, table_of(job, assignment, cost, job.num_microbatches), Lowering(2, folding_of(job))
     )
     expected_us = simulate(program, estimate_program(program, cost).durations_s).step_time_s * 1e6
-    most = max(len(trace.nodes) for trace in traces.values())
-    assert max(ends.values()) == pytest.approx(expected_us, abs=0.5 * most, rel=0.01)
+    most_nodes = max(len(trace.nodes) for trace in traces.values())
+    assert max(ends.values()) == pytest.approx(expected_us, abs=0.5 * most_nodes, rel=0.01)
 
 
 def test_more_nodes_than_the_limit_are_written_by_reference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from simplan.runs.checkpoint import Checkpointing
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
 from simplan.scenario import load_scenario, scenario_from
+from tests.support.problems import says
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = Checkpointing(folder="/kept here", every=7, max_restarts=3)
@@ -71,8 +72,8 @@ exec {python} -m torch.distributed.run --rdzv-conf is_host=$((SLURM_NODEID == 0)
 
 
 def pytorch_job(launch: Launch) -> tuple[dict[str, Any], dict[str, Any]]:
-    config, found = yaml.safe_load_all(kubernetes_job(launch, "image:1"))
-    return config, found
+    config, resource = yaml.safe_load_all(kubernetes_job(launch, "image:1"))
+    return config, resource
 
 
 def assert_same(text: str, job: RunSpec) -> None:
@@ -103,10 +104,10 @@ def test_the_slurm_script_is_bash_and_has_the_job(name: str, launches: dict[str,
 
 
 def test_the_kubernetes_job_has_the_documented_shape(launches: dict[str, Launch]) -> None:
-    config, found = pytorch_job(launches["two"])
+    config, job = pytorch_job(launches["two"])
     assert_same(config["data"]["job.json"], launches["two"].job)
-    assert (found["apiVersion"], found["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    roles = found["spec"]["pytorchReplicaSpecs"]
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    roles = job["spec"]["pytorchReplicaSpecs"]
     assert {role: spec["replicas"] for role, spec in roles.items()} == {"Master": 1, "Worker": 1}
     for spec in roles.values():
         pod = spec["template"]["spec"]
@@ -124,10 +125,10 @@ def test_the_kubernetes_job_has_the_documented_shape(launches: dict[str, Launch]
 
 def test_a_kubernetes_job_of_some_to_all_nodes_has_workers_only(launches: dict[str, Launch]) -> None:
     """As an elasticPolicy wants it: the first one is node 0, and any that fails comes back."""
-    config, found = pytorch_job(launches["elastic"])
-    assert found["spec"]["elasticPolicy"] == {"rdzvBackend": "c10d", "minReplicas": 2, "maxReplicas": 4}
-    assert found["spec"]["runPolicy"] == {"backoffLimit": 12}
-    ((role, worker),) = found["spec"]["pytorchReplicaSpecs"].items()
+    config, job = pytorch_job(launches["elastic"])
+    assert job["spec"]["elasticPolicy"] == {"rdzvBackend": "c10d", "minReplicas": 2, "maxReplicas": 4}
+    assert job["spec"]["runPolicy"] == {"backoffLimit": 12}
+    ((role, worker),) = job["spec"]["pytorchReplicaSpecs"].items()
     assert (role, worker["replicas"], worker["restartPolicy"]) == ("Worker", 4, "OnFailure")
     (container,) = worker["template"]["spec"]["containers"]
     run = "torchrun --nnodes 2:4 --nproc-per-node 8 --max-restarts 3 --rdzv-backend c10d"
@@ -169,9 +170,9 @@ def test_a_slurm_job_of_some_to_all_nodes_ends_as_node_0_does(
 
 
 def test_one_node_meets_nobody(launches: dict[str, Launch]) -> None:
-    _, found = pytorch_job(launches["one"])
-    assert set(found["spec"]["pytorchReplicaSpecs"]) == {"Master"}
-    assert "--rdzv" not in str(found)
+    _, job = pytorch_job(launches["one"])
+    assert set(job["spec"]["pytorchReplicaSpecs"]) == {"Master"}
+    assert "--rdzv" not in str(job)
     assert "torchrun --standalone --nproc-per-node 4" in slurm_script(launches["one"])
 
 
@@ -218,15 +219,20 @@ def exported(target: str) -> Exported:
     assert write is not None
     for software in ("torchtitan", "megatron-core", "megatron-bridge", "accelerate", "deepspeed"):
         stage = 1 if software.startswith("megatron") else 2
-        given = {"cluster.preset": "dgx-h100", "cluster.num_nodes": 2, "software": software, "plan.zero_stage": stage}
+        overrides = {
+            "cluster.preset": "dgx-h100",
+            "cluster.num_nodes": 2,
+            "software": software,
+            "plan.zero_stage": stage,
+        }
         try:
-            return write(scenario_from("llama3-8b", given).job, "two")
+            return write(scenario_from("llama3-8b", overrides).job, "two")
         except NotModelledError:
             continue
     raise AssertionError(target)
 
 
-@pytest.mark.parametrize("target", [name for name, each in formats().items() if each.export and name != "chakra"])
+@pytest.mark.parametrize("target", [name for name, target in formats().items() if target.export and name != "chakra"])
 def test_exported_script_of_two_nodes_starts_where_nodes_can_meet(target: str, tmp_path: Path) -> None:
     """A node that was not told who and where it is would wait for the others; DeepSpeed tells its nodes itself."""
     files = exported(target)
@@ -258,22 +264,22 @@ def test_exported_script_of_two_nodes_starts_where_nodes_can_meet(target: str, t
 def test_step_of_a_million_microbatches_is_not_exported(capsys: pytest.CaptureFixture[str]) -> None:
     command = "export gpt2-124m --cluster dgx-h100 --num-devices 8 --global-batch-size 1000000000000 --to slurm"
     assert simplan.cli.main(command.split()) == 2
-    assert "forward passes of stages per step, of which the executor runs at most 1,000,000" in capsys.readouterr().err
+    assert says(capsys.readouterr().err, "forward passes of stages", "at most 1,000,000")
 
 
 def writers_of(profile: str) -> set[str]:
     """Targets that write jobs under a profile."""
     job = scenario_from("llama3-8b", {"cluster.num_devices": 8, "software": profile}).job
-    found = set()
-    for name, each in formats().items():
-        if each.export is not None and each.settings is not None:
+    names = set()
+    for name, target in formats().items():
+        if target.export is not None and target.settings is not None:
             try:
-                each.settings(job)
+                target.settings(job)
             except NotModelledError as error:
                 if any(problem.field.startswith("software") for problem in error.problems):
                     continue
-            found.add(name)
-    return found
+            names.add(name)
+    return names
 
 
 def test_profile_is_exported_by_a_target_that_writes_it() -> None:
@@ -283,5 +289,5 @@ def test_profile_is_exported_by_a_target_that_writes_it() -> None:
     targets = {profile: export_target(profile) for profile in profiles}
     assert not export_target("unsloth")
     assert sum(map(bool, writers.values())) > 6
-    for profile, found in writers.items():
-        assert targets[profile] in (found or {""}) or (profile, targets[profile]) == ("nemo", "bridge"), profile
+    for profile, targets_found in writers.items():
+        assert targets[profile] in (targets_found or {""}) or (profile, targets[profile]) == ("nemo", "bridge"), profile

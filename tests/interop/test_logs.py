@@ -137,9 +137,9 @@ EXCERPTS = tuple(every_excerpt())
 
 
 def run_of(text: str, name: str = "train.log") -> LoggedRun:
-    found = parse_run(text.encode(), name)
-    assert isinstance(found, LoggedRun)
-    return found
+    run = parse_run(text.encode(), name)
+    assert isinstance(run, LoggedRun)
+    return run
 
 
 def typical(run: LoggedRun) -> float:
@@ -160,7 +160,7 @@ def test_step_time_of_public_logs(framework: str, entry: Entry) -> None:
         stated_s = entry["stated_s"]
     assert typical(run) == pytest.approx(stated_s, rel=WITHIN)
     assert run.global_batch_size in (None, entry.get("global_batch_size"))
-    peaks = {column: found[0] for column, found in run.peaks.items()}
+    peaks = {column: values[0] for column, values in run.peaks.items()}
     if "max_mib" in entry:
         allocated, reserved = entry["max_mib"]
         assert peaks == pytest.approx({"allocated": allocated / 1024, "reserved": reserved / 1024})
@@ -246,9 +246,9 @@ def test_deepspeed_timers() -> None:
     assert (stamped.step_times_s, stamped.step_numbers, stamped.samples_per_s) == ((0.5, 0.5, 0.5), (2, 4, 6), None)
     unstamped = run_of("\n".join([lines[0].partition(" [INFO]")[2], *lines[1:]]))
     assert (unstamped.step_times_s, unstamped.samples_per_s) == (None, (227.5,) * 4)
-    one = run_of("[timer.py:154:stop] 0/25, SamplesPerSec=6.302\n[timer.py:154:stop] 0/50, SamplesPerSec=6.4")
-    assert (one.samples_per_s, one.source) == ((6.4,), "the last `SamplesPerSec` of DeepSpeed")
-    assert any("running mean" in note for note in one.notes)
+    logged = run_of("[timer.py:154:stop] 0/25, SamplesPerSec=6.302\n[timer.py:154:stop] 0/50, SamplesPerSec=6.4")
+    assert (logged.samples_per_s, logged.source) == ((6.4,), "the last `SamplesPerSec` of DeepSpeed")
+    assert any("running mean" in note for note in logged.notes)
     pipeline = run_of("steps: 10 loss: 5.5508 lm loss: 5.5 iter time (s): 0.936 samples/sec: 136.706\n" * 3)
     assert (pipeline.step_times_s, pipeline.samples_per_s) == ((0.936,), (136.706,))
 
@@ -356,9 +356,9 @@ def test_parts_of_a_trace_cover_every_microsecond_once(kernels: list[tuple[int, 
         len(communication & compute),
         100 - len(compute | communication),
     )
-    found = run.gpu_time
+    gpu_time = run.gpu_time
     assert (
-        found.compute_s, found.exposed_communication_s, found.hidden_communication_s, found.idle_s,
+        gpu_time.compute_s, gpu_time.exposed_communication_s, gpu_time.hidden_communication_s, gpu_time.idle_s,
     ) == pytest.approx(tuple(1e-6 * part for part in parts), abs=1e-12)  # fmt: skip
     run = parse_run(json.dumps({"traceEvents": on_cpu}).encode(), "trace.json")
     assert isinstance(run, LoggedRun)
@@ -432,7 +432,7 @@ def test_memory_snapshot(actions: list[tuple[str, int]]) -> None:
     for content in contents:
         run = parse_run(content, "snapshot")
         assert isinstance(run, LoggedRun)
-        assert {column: found[0] for column, found in run.peaks.items()} == pytest.approx(expected)
+        assert {column: peaks[0] for column, peaks in run.peaks.items()} == pytest.approx(expected)
         assert not run.has_time
 
 

@@ -59,7 +59,7 @@ def test_published_run_predicted_alike(name: str, run: str, changes: dict[str, A
     """The file that a published run was started with predicts what the row of the run does, to the last bit."""
     case = next(case for case in _CASES if case["name"] == name)
     (file,) = read_published([_SCENARIOS / "nemo_24_h100.yaml"])
-    expected = next(each for each in file.runs or () if each.id == run).known_job
+    expected = next(other for other in file.runs or () if other.id == run).known_job
     job = read_source(written(case, tmp_path), CLUSTER | case.get("add", {}) | changes).scenario().job
     assert job.plan == expected.plan.with_changes(stage_layers=None)
     assert predict(without_clipping(job)).step_time_s == predict(expected).step_time_s

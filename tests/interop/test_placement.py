@@ -20,8 +20,8 @@ TP_PP_DP = ("tp", "cp", "pp", "dp")
 
 
 def job_of(software: str, **plan: Any) -> Job:
-    given: dict[str, Any] = {"cluster": "dgx-h100", "num_nodes": 2, "num_microbatches": 8, "software": software}
-    return make_job("gpt2-1.5b" if software == "accelerate" else "llama3-8b", **given, **plan)
+    keys: dict[str, Any] = {"cluster": "dgx-h100", "num_nodes": 2, "num_microbatches": 8, "software": software}
+    return make_job("gpt2-1.5b" if software == "accelerate" else "llama3-8b", **keys, **plan)
 
 
 @pytest.mark.parametrize(("target", "software"), [("megatron", "megatron-core"), ("bridge", "megatron-bridge")])
@@ -64,9 +64,9 @@ def test_traces_have_the_numbers_of_devices() -> None:
     plan: dict[str, Any] = {"seq_len": 512, "num_hidden_layers": 4, "tp": 2, "dp_replicate": 8}
     plain, placed = job_of("torch", **plan), job_of("torch", **plan, placement=("dp", "tp"))
     assert placed.placement is not None
-    mesh, found = (json.loads(export(job, "x").files["comm_groups.json"]) for job in (plain, placed))
+    mesh, groups = (json.loads(export(job, "x").files["comm_groups.json"]) for job in (plain, placed))
     wanted = {tuple(sorted(placed.placement.devices_of(ranks))) for ranks in mesh.values()}
-    assert wanted == {tuple(ranks) for ranks in found.values()}
+    assert wanted == {tuple(ranks) for ranks in groups.values()}
     assert (0, 8) in wanted
 
 

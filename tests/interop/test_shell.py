@@ -210,14 +210,13 @@ def test_unknown_values_and_undecided_branches_are_told() -> None:
 
     (launch,) = read_launches(text, "train.sh")
 
-    told = {word.text: word.unknown or word.condition for word in launch.arguments if word.unknown or word.condition}
-    assert told == {
-        "$1": "is an argument of the script",
-        "--fp8": 5,
-        "--mock-data": 3,
-        "$MODE": "depends on the condition in line 3, which simplan cannot decide",
-        "$MORE": "is not set in the script",
+    told = {
+        word.text: word.condition or str(word.unknown) for word in launch.arguments if word.unknown or word.condition
     }
+    assert (told.pop("--fp8"), told.pop("--mock-data")) == (5, 3)
+    why = {"$1": "argument of the script", "$MODE": "condition in line 3", "$MORE": "is not set"}
+    assert told.keys() == why.keys()
+    assert all(why[name] in str(text) for name, text in told.items())
     lines = {word.text: word.line for word in launch.arguments}
     assert (lines["--tp"], lines["--fp8"], lines["--mode"]) == (4, 6, 8)
 

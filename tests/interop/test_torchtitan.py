@@ -27,8 +27,8 @@ from simplan.training import TrainingSpec
 from tests.support.yaml_files import read_yaml
 
 _PUBLIC: list[dict[str, Any]] = read_yaml(Path(__file__).parent / "configurations" / "torchtitan.yaml")
-_READ = [each for each in _PUBLIC if "expect" in each]
-_REFUSED = [each for each in _PUBLIC if "refused" in each]
+_READ = [configuration for configuration in _PUBLIC if "expect" in configuration]
+_REFUSED = [configuration for configuration in _PUBLIC if "refused" in configuration]
 
 
 def _toml(settings: dict[str, Any]) -> str:
@@ -152,7 +152,7 @@ def test_exported_plan_read_again_is_equal(name: str, target: str, tmp_path: Pat
     job = _job(_PLANS[name])
     exported = formats()[target].export(job, name)  # type: ignore[misc]
     assert _again(exported.files, tmp_path, {"add": {"cluster.preset": "dgx-h100"}}) == job
-    (option,) = [each for each in formats()["torchtitan"].settings(job) if each.comment == "plan.tp"]  # type: ignore[misc]
+    (option,) = [option for option in formats()["torchtitan"].settings(job) if option.comment == "plan.tp"]  # type: ignore[misc]
     assert (option.setting.key, option.setting.value) == ("parallelism.tensor_parallel_degree", job.plan.tp)
 
 
@@ -447,7 +447,7 @@ def test_strange_value_of_any_key_is_an_error_or_a_job(others: dict[str, Any]) -
     for key in [*facts().defaults, *facts().aliases]:
         for value in _STRANGE:
             settings = {"model.name": "llama3", "model.flavor": "8B"} | others | {key: value}
-            listed = [Setting(name, each, 1) for name, each in settings.items()]
+            listed = [Setting(name, value, 1) for name, value in settings.items()]
             try:
                 read = configuration_of(RunSettings.of("torchtitan", "job.toml", listed))
                 source = Source(Document({**read.document.data, "cluster": "dgx-h100"}, {}), "job.toml", (), {})
@@ -514,7 +514,7 @@ def test_exported_arguments_pass_torchtitan(name: str, tmp_path: Path) -> None:
         "NoneType" if plan.recompute == "none" else f"{'FullAC' if plan.recompute == 'full' else 'SelectiveAC'}.Config"
     )
     if plan.pp > 1:
-        assert [sum("layers." in each for each in part) for part in parallelism.module_fqns_per_model_part] == [
+        assert [sum("layers." in name for name in part) for part in parallelism.module_fqns_per_model_part] == [
             *(plan.stage_layers or ())
         ]
 

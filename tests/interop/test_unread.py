@@ -59,11 +59,12 @@ def sections(reader: str) -> list[str]:
     """Sections of the settings that a reader knows, each with a dot; and the top."""
     names = tables("no_effect").get({"axolotl": "trainer", "factory": "trainer"}.get(reader, reader), "").split()
     # what is written with dots, without the settings of an open list such as betas
-    found = {name.rpartition(".")[0] for name in names if not name.startswith("--")}
+    parents = {name.rpartition(".")[0] for name in names if not name.startswith("--")}
     extra = {"bridge": {"peft"}, "fsdp": {"fsdp_config"}, "accelerate": {"parallelism_config", "dynamo_config"}}
     first = "" if reader not in ("torchtitan", "nemo_1", "nemo_2", "bridge") else None
     return sorted(
-        {f"{each}." for each in {*found, *extra.get(reader, ())} if each} | ({first} if first is not None else set())
+        {f"{section}." for section in {*parents, *extra.get(reader, ())} if section}
+        | ({first} if first is not None else set())
     )
 
 
@@ -106,14 +107,14 @@ def unknown_keys(reader: str, names: tuple[str, ...]) -> dict[str, Any]:
 def test_unknown_setting_is_never_without_effect(reader: str, tmp_path: Path) -> None:
     keys = unknown_keys(reader, ("zzz_made_up",))
     try:
-        found = read(reader, keys, tmp_path)
+        configuration = read(reader, keys, tmp_path)
     except SpecError as error:  # sections such as fp8_config speak of a plan themselves
         refused = {problem.field for problem in error.problems}
         assert refused < {*keys}
         keys = {key: value for key, value in keys.items() if key not in refused}
-        found = read(reader, keys, tmp_path)
-    assert {*keys} <= {setting.key for setting in found.unknown}
-    assert not [setting for setting in found.no_effect if "zzz" in setting.key]
+        configuration = read(reader, keys, tmp_path)
+    assert {*keys} <= {setting.key for setting in configuration.unknown}
+    assert not [setting for setting in configuration.no_effect if "zzz" in setting.key]
 
 
 @pytest.mark.parametrize("reader", BASES)
@@ -141,19 +142,19 @@ def test_setting_that_starts_no_ranks_on_gpus_is_refused(reader: str, tmp_path: 
     is_text = reader in ("megatron", "torchtitan")
     sections = {"nemo_1": "trainer.", "nemo_2": "trainer.", "bridge": "dist.", "torchtitan": "comm.", "megatron": "--"}
 
-    def one(name: str, value: Any) -> dict[str, Any]:
+    def one_setting(name: str, value: Any) -> dict[str, Any]:
         shown = value if not is_text else json.dumps(value) if reader == "torchtitan" else value
         prefix = sections.get(reader, "") if "." not in name or reader == "megatron" else ""
         return {prefix + (name.replace("_", "-") if prefix == "--" else name): shown}
 
     for name, value in ((name, value) for name, values in ELSEWHERE.items() for value in values):
         with pytest.raises(SpecError, match=r"trains without the GPUs|communicates without NCCL"):
-            read(reader, one(name, value), tmp_path)
+            read(reader, one_setting(name, value), tmp_path)
     for name, value in ((name, value) for name, values in ON_GPUS.items() for value in values):
         if value is None or (is_text and value is False):
             continue
-        found = read(reader, one(name, value), tmp_path)
-        assert not [setting for setting in found.unknown if name in setting.key.replace("-", "_")]
+        configuration = read(reader, one_setting(name, value), tmp_path)
+        assert not [setting for setting in configuration.unknown if name in setting.key.replace("-", "_")]
 
 
 PUBLIC: dict[str, Callable[[dict[str, Any], Path], Path]] = {
@@ -183,18 +184,18 @@ def test_file_reads_the_same_without_what_has_no_effect(kind: str, tmp_path: Pat
     for number, case in enumerate(public.cases(kind)):
         if "refused" in case or "settings" not in case:
             continue
-        found, keys = [], set[str]()
+        readings, keys = [], set[str]()
         for turn in range(2):
             folder = tmp_path / f"{number}-{turn}"
             folder.mkdir()
             path = PUBLIC[kind]({**case, "settings": without(case["settings"], keys)}, folder)
             configuration = read_as(kind, path)
             notes = sorted((setting.key, why) for setting, why in configuration.not_modeled)
-            found.append((configuration.document.data, configuration.num_microbatches, notes))
-            keys = {name for each in configuration.no_effect for name in (each.key, each.name)}
+            readings.append((configuration.document.data, configuration.num_microbatches, notes))
+            keys = {name for setting in configuration.no_effect for name in (setting.key, setting.name)}
             keys -= {name for name in keys if f"${{{name}}}" in str(case["settings"])}  # others take its value
             num_removed += len(keys) * (1 - turn)
-        assert found[0] == found[1], case["name"]
+        assert readings[0] == readings[1], case["name"]
     assert num_removed
 
 

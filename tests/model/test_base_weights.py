@@ -110,8 +110,8 @@ def test_stages_of_a_pipeline_hold_their_own_packed_weights(base: dict[str, Any]
     adapters = (model.num_trained_parameters // 4) * 4
     ends = [2 * model.vocab_size * model.hidden_size, 0, 0, 2 * (model.vocab_size + 1) * model.hidden_size]
     for rank, end in enumerate(ends):
-        own = stages.persistent_bytes[rank][MemoryCategory.PARAMETERS]
-        assert own == pytest.approx(packed * bits / 8 + norms + adapters + end, rel=1e-3)
+        weight_bytes = stages.persistent_bytes[rank][MemoryCategory.PARAMETERS]
+        assert weight_bytes == pytest.approx(packed * bits / 8 + norms + adapters + end, rel=1e-3)
 
 
 def test_context_parallel_ranks_have_whole_packed_weights_and_unpack_them_as_often() -> None:
@@ -126,10 +126,14 @@ def test_context_parallel_ranks_have_whole_packed_weights_and_unpack_them_as_oft
     assert more_s(**plan) == pytest.approx(more_s(), rel=0.05)  # a part hides beside gathers of keys
     shards = job_of(FLOATS, **(plan | {"zero_stage": 3}), lora_targets=["q", "v"])
     moved = [op.communication for op in lowered(shards, 2).ops if op.communication is not None]
-    gathers = [each.num_bytes for each in moved if each.kind is CollectiveKind.ALL_GATHER and len(each.ranks) == 2]
+    gathers = [
+        communication.num_bytes
+        for communication in moved
+        if communication.kind is CollectiveKind.ALL_GATHER and len(communication.ranks) == 2
+    ]
     block = linear_elements(shards) / shards.model.num_hidden_layers
     assert block / 2 + 2 * 2 * shards.model.hidden_size in [
-        each - 2 * shards.model.num_trained_parameters / shards.model.num_hidden_layers for each in gathers
+        num_bytes - 2 * shards.model.num_trained_parameters / shards.model.num_hidden_layers for num_bytes in gathers
     ]
 
 
@@ -138,7 +142,7 @@ def test_replicas_have_whole_weights_and_reduce_adapters_alone(plan: dict[str, A
     alone, replicas = job_of(NF4), job_of(NF4, num_devices=8, **plan)
     assert held(replicas) == held(alone)
     moved = [op.communication for op in lowered(replicas, 2).ops if op.communication is not None]
-    assert max(each.num_bytes for each in moved) <= 4 * alone.model.num_trained_parameters
+    assert max(communication.num_bytes for communication in moved) <= 4 * alone.model.num_trained_parameters
 
 
 def test_gathers_are_in_few_bits() -> None:
@@ -236,8 +240,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 def test_weights_that_cannot_be_are_refused(base: dict[str, Any], keys: dict[str, Any], sentence: str) -> None:
     with pytest.raises(SpecError) as error:
         job_of(base, **keys)
-    found = [problem.sentence() for problem in error.value.problems]
-    assert any(sentence in each for each in found), found
+    sentences = [problem.sentence() for problem in error.value.problems]
+    assert any(sentence in text for text in sentences), sentences
 
 
 def test_words_of_a_format() -> None:

@@ -51,13 +51,13 @@ class _Head(OutputHead):
 def torchtitans_loop(head: _Head, hidden: Tensor, targets: Tensor) -> Tensor:
     """ChunkedLossWrapper: each chunk's backward adds to the weight's gradient; hidden states' are joined in FP32."""
     of_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-    for part, wanted, found in zip(hidden.chunk(8), targets.chunk(8), of_hidden.chunk(8), strict=True):
+    for part, wanted, grad in zip(hidden.chunk(8), targets.chunk(8), of_hidden.chunk(8), strict=True):
         leaf = part.detach().requires_grad_()
         logits = head.lm_head(leaf)
         loss = nn.functional.cross_entropy(logits.float(), wanted, reduction="sum") / len(targets)
         loss.backward()  # type: ignore[no-untyped-call]
         assert leaf.grad is not None
-        found.copy_(leaf.grad)
+        grad.copy_(leaf.grad)
         leaf.grad = None
         del loss
     return hidden, of_hidden.to(hidden.dtype)  # type: ignore[return-value]
@@ -71,8 +71,12 @@ def test_peak_of_head_is_torchs(software: str, loss: LossMode, precision: str) -
     """Head and loss alone, by torch's allocations; weights and their gradients are there before."""
     job = with_loss(software, loss, model(), precision=precision)
     layer = job.software.layers_of(job.model, job.plan)[-1]
-    found = layer_footprint(layer, 1, job.software.state(job.training, job.plan), recomputation(layer, "none"))
-    predicted = found.activations + found.logits + max(sum(point) for point in (*found.forward, *found.backward))
+    footprint = layer_footprint(layer, 1, job.software.state(job.training, job.plan), recomputation(layer, "none"))
+    predicted = (
+        footprint.activations
+        + footprint.logits
+        + max(sum(point) for point in (*footprint.forward, *footprint.backward))
+    )
     autocast: Callable[[], AbstractContextManager[None]] = nullcontext
     if precision == "bf16":
         autocast = partial(torch.autocast, "cpu", torch.bfloat16)
@@ -174,7 +178,9 @@ def test_each_chunk_of_split_vocabularies_is_reduced() -> None:
     job = with_loss("torchtitan", "chunked", model(), {"tp": 2}, precision="bf16")
     check_job(job)
     whole = job.with_changes({"software.loss": "whole"})
-    chunked_head, whole_head = (each.software.layers_of(each.model, each.plan)[-1] for each in (job, whole))
+    chunked_head, whole_head = (
+        job_of_head.software.layers_of(job_of_head.model, job_of_head.plan)[-1] for job_of_head in (job, whole)
+    )
     of_chunks = [k.elements for k in chunked_head.kernels if isinstance(k, LayerCollective)]
     of_whole = [k.elements for k in whole_head.kernels if isinstance(k, LayerCollective)]
     assert sum(of_chunks) == sum(of_whole)

@@ -49,9 +49,9 @@ def test_places_of_a_token_are_those_of_a_draw(experts: int, top_k: int, ranks: 
 
 def test_a_kernel_for_each_copy_reads_or_writes_a_token_once() -> None:
     assert copies(block())["dispatch"] == (PLACES, PLACES)
-    found = copies(block("all_to_all"))
-    assert (found["dispatch"], found["combine"]) == ((WHOLE, PLACES), (PLACES, WHOLE))
-    assert found["sort by expert"] == found["sort by rank"] == (PLACES, PLACES)
+    copies_of = copies(block("all_to_all"))
+    assert (copies_of["dispatch"], copies_of["combine"]) == ((WHOLE, PLACES), (PLACES, WHOLE))
+    assert copies_of["sort by expert"] == copies_of["sort by rank"] == (PLACES, PLACES)
     assert sent(block("all_to_all")) == sent(block()) == {PLACES}
 
 
@@ -137,8 +137,8 @@ def test_views_cost_one_move_in_backward() -> None:
         )
         return backward / forward
 
-    found = {name: times(name) for name in ("sort by expert", "sort by rank")}
-    assert found == pytest.approx(dict.fromkeys(found, 1.0))
+    factors = {name: times(name) for name in ("sort by expert", "sort by rank")}
+    assert factors == pytest.approx(dict.fromkeys(factors, 1.0))
     assert 2 < times("combine") < 3
 
 
@@ -163,12 +163,12 @@ def test_a_bias_that_is_weighed_is_added_in_fp32_and_activations_are_limited_bef
     assert sum(elements * times for elements, times in moved) == rows * (back * width + bias_back * H)
     assert apart.saved == plain.saved
     launches = {kernel.name: kernel.launches for kernel in passes if kernel.launches != (1, 1)}
-    own = model.num_experts // EP
+    local_experts = model.num_experts // EP
     forward = len(("times weights", "added"))
     backward = len(
         ("cast", "bias: times weights", "bias: sum", "bias: cast", "bias: to others", "weights: times", "sum")
     )
-    assert launches == {"experts_weigh_bias": (own * forward, own * backward)}
+    assert launches == {"experts_weigh_bias": (local_experts * forward, local_experts * backward)}
 
 
 def test_without_biases_nothing_is_added_apart() -> None:

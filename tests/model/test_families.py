@@ -15,6 +15,7 @@ from simplan.plan.shard import Shard
 from simplan.problems import parse_model
 from tests.jobs import problems
 from tests.search.jobs import FAMILIES as SMALL
+from tests.support.problems import says
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 6, "hidden_size": 96, "num_attention_heads": 12}
 TOKENS: dict[str, Any] = {"vocab_size": 240, "seq_len": 48}
@@ -46,25 +47,21 @@ def attention_of(layer: LayerSpec) -> Attention:
         ("vit", {"tied_embeddings": True}, "model.tied_embeddings = true: is for models of family"),
         ("bert", {"sliding_window": 8}, "model.sliding_window = 8: is for models of family"),
         ("mpt", {"qkv_bias": True}, "model.qkv_bias = true: is for models of family"),
-        ("mpt", {"type_vocab_size": 2}, "model.type_vocab_size = 2: is for models of family bert, and family = mpt; "
-         "remove it"),
+        ("mpt", {"type_vocab_size": 2}, "model.type_vocab_size = 2: ... bert, and family = mpt; remove"),
         ("bert", {"vocab_size": 0}, "model.vocab_size = 0: must be at least 1"),
         ("vit", {"num_classes": -1}, "model.num_classes = -1: must be at least 1"),
-        ("llama", {"qk_norm": "heads"}, 'model.qk_norm = "heads": is not a known choice; did you mean head?'),
-        ("llama", {"sliding_windw": 4}, "model.sliding_windw: is not a known key; did you mean sliding_window"),
-        ("gpt", {"decoder_seq_len": 20}, "model.decoder_seq_len = 20: is for models of family t5, and family = gpt; "
-         "remove it"),
+        ("llama", {"qk_norm": "heads"}, 'model.qk_norm = "heads": ... known choice; did you mean head?'),
+        ("llama", {"sliding_windw": 4}, "model.sliding_windw: is not ... known ... did you mean sliding_window"),
+        ("gpt", {"decoder_seq_len": 20}, "model.decoder_seq_len = 20: ... t5, and family = gpt; remove"),
         ("t5", {"num_key_value_heads": 4}, "model.num_key_value_heads = 4: is for models of family"),
         ("t5", {"max_position_embeddings": 512}, "model.max_position_embeddings = 512: is for models of family"),
         ("t5", {"decoder_seq_len": 0}, "model.decoder_seq_len = 0: must be at least 1"),
         ("resnet", {"seq_len": 224}, "model.seq_len = 224: is for models of family"),
         ("resnet", {"hidden_size": 64}, "model.hidden_size = 64: is for models of family"),
-        ("resnet", {"layer_type": "bottle"}, 'model.layer_type = "bottle": is not a known choice; did you mean '
-         "bottleneck?"),
+        ("resnet", {"layer_type": "bottle"}, 'model.layer_type = "bottle": ... known choice; did you mean bottleneck?'),
         ("resnet", {"depths": [3, 0]}, "model.depths"),
         ("resnet", {"image_size": 0}, "model.image_size = 0: must be at least 1"),
-        ("vit", {"depths": [2, 2]}, "model.depths = [2, 2]: is for models of family resnet, and family = vit; remove "
-         "it"),
+        ("vit", {"depths": [2, 2]}, "model.depths = [2, 2]: ... family = vit; remove"),
     ],
 )  # fmt: skip
 def test_fields_that_a_family_does_not_have_are_refused_by_name(
@@ -72,7 +69,7 @@ def test_fields_that_a_family_does_not_have_are_refused_by_name(
 ) -> None:
     with pytest.raises(SpecError) as caught:
         model_of(family, **fields)
-    assert str(caught.value).startswith(sentence)
+    assert says(str(caught.value), sentence)
 
 
 def test_missing_sizes_are_those_of_the_family() -> None:
@@ -94,26 +91,22 @@ def test_a_model_is_itself_when_written_and_read_again(family: str) -> None:
     ("model", "plan", "sentence"),
     [
         (model_of("vit", patch_size=5), {}, "model.patch_size = 5: must divide image_size = 28; use 4 or 7"),
-        (model_of("vit", seq_len=48), {}, "model.seq_len = 48: must be the 49 patches of an image and the class token; "
-         "use 50, or remove it"),
-        (model_of("bert", max_position_embeddings=32), {}, "model.seq_len = 48: must be at most max_position_embeddings"
-         " = 32"),
-        (model_of("llama", sliding_window_pattern=2), {}, "model.sliding_window_pattern = 2: says which blocks have a "
-         "window, and there is no sliding_window; give sliding_window, or remove it"),
+        (model_of("vit", seq_len=48), {}, "model.seq_len = 48: ... 49 patches ... use 50"),
+        (model_of("bert", max_position_embeddings=32), {}, "model.seq_len = 48: ... most max_position_embeddings = 32"),
+        (model_of("llama", sliding_window_pattern=2), {},
+         "model.sliding_window_pattern = 2: ... blocks ... sliding_window; give sliding_window"),
         (model_of("vit", num_classes=25), {"tp": 2, "sequence_parallel": False}, "plan.tp = 2: must divide "
          "model.num_classes = 25; use 1 or 5"),
-        (model_of("vit"), {"tp": 2}, "plan.sequence_parallel = true: sequence parallelism of patches and a class token "
-         "is not modeled yet; use false"),
-        (model_of("vit"), {"cp": 2}, "plan.cp = 2: context parallelism of patches and a class token is not modeled"),
-        (model_of("bert"), {"cp": 2}, "plan.cp = 2: context parallelism of a loss over masked tokens"),
-        (model_of("mpt"), {"cp": 2}, "plan.cp_comm = ring: ring attention with ALiBi is not modeled yet; use "
-         "all_gather or a2a"),
+        (model_of("vit"), {"tp": 2}, "plan.sequence_parallel = true: ... not modeled ... use false"),
+        (model_of("vit"), {"cp": 2}, "plan.cp = 2: ... not modeled"),
+        (model_of("bert"), {"cp": 2}, "plan.cp = 2: context parallelism"),
+        (model_of("mpt"), {"cp": 2}, "plan.cp_comm = ring: ring ... ALiBi is not modeled ... use all_gather or a2a"),
         (model_of("llama", sliding_window=8), {"cp": 2}, "plan.cp_comm = ring: ring attention in a window is not"),
     ],
 )  # fmt: skip
 def test_models_and_splits_that_are_refused(model: ModelSpec, plan: dict[str, Any], sentence: str) -> None:
-    [found] = problems(model, plan)
-    assert found.startswith(sentence)
+    [refusal] = problems(model, plan)
+    assert says(refusal, sentence)
 
 
 @pytest.mark.parametrize(
@@ -202,11 +195,11 @@ def test_post_norm_blocks_norm_their_sums() -> None:
 @pytest.mark.parametrize("family", [name for name, of in FAMILIES.items() if not of.fields & {"gated_mlp", "captured"}])
 def test_a_gate_is_said_as_the_layers_have_it(family: str) -> None:
     """A family says that its MLPs have a gate where its blocks have weights for one, and takes no other word."""
-    own = ModelSpec.model_validate({"family": family, **SMALL[family]})
-    names = {parameter.name for layer in own.layers for parameter in layer.parameters}
+    model = ModelSpec.model_validate({"family": family, **SMALL[family]})
+    names = {parameter.name for layer in model.layers for parameter in layer.parameters}
     has = any(name.endswith("gate.weight") for name in names)
-    assert own.gated_mlp is has is FAMILIES[family].gated_mlp
-    assert ModelSpec.model_validate({"family": family, **SMALL[family], "gated_mlp": has}) == own
+    assert model.gated_mlp is has is FAMILIES[family].gated_mlp
+    assert ModelSpec.model_validate({"family": family, **SMALL[family], "gated_mlp": has}) == model
     with pytest.raises(SpecError, match=f"^model.gated_mlp = {str(not has).lower()}: is not modeled: in family = "):
         parse_model(ModelSpec, {"family": family, **SMALL[family], "gated_mlp": not has}, prefix=("model",))
 
@@ -214,15 +207,15 @@ def test_a_gate_is_said_as_the_layers_have_it(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "gated", "sentence"),
     [
-        ("llama", False, "false: is not modeled: in family = llama MLPs have a gate; remove it, or use family = gpt, "
-         "mpt or neox, whose MLPs have none"),
-        ("gpt", True, "true: is not modeled: in family = gpt MLPs have no gate; remove it, or use family = llama, "
-         "gemma, gemma2 or gemma3, whose MLPs have one"),
-        ("moe", False, "false: is not modeled: in family = moe experts have a gate; remove it"),
-        ("vit", True, "true: is not modeled: in family = vit MLPs have no gate; remove it"),
+        ("llama", False,
+         "false: is not modeled: ... family = llama MLPs ... remove ... family = gpt ... MLPs ... none"),
+        ("gpt", True,
+         "true: is not modeled: ... family = gpt MLPs ... remove ... family = llama ... gemma2 or gemma3 ... MLPs"),
+        ("moe", False, "false: is not modeled: ... family = moe ... remove"),
+        ("vit", True, "true: is not modeled: ... family = vit MLPs ... remove"),
     ],
 )  # fmt: skip
 def test_a_gate_that_a_family_cannot_have_or_lack_is_refused(family: str, gated: bool, sentence: str) -> None:
     with pytest.raises(SpecError) as caught:
         parse_model(ModelSpec, {"family": family, **SMALL[family], "gated_mlp": gated}, prefix=("model",))
-    assert str(caught.value) == f"model.gated_mlp = {sentence}"
+    assert says(str(caught.value), f"model.gated_mlp = {sentence}")

@@ -13,6 +13,7 @@ from simplan.model.model import ModelSpec
 from simplan.model.parts.experts import places_of
 from simplan.plan.shard import Shard
 from tests.jobs import problems
+from tests.support.problems import says
 
 SIZES: dict[str, Any] = {
     "family": "moe",
@@ -87,9 +88,9 @@ def test_capacity_is_computed_and_active_experts_are_counted() -> None:
     even, wide = model_of().layers[1], model_of(capacity_factor=2.5).layers[1]
     assert even.flops() == wide.flops()
     for name in ("experts_gate", "experts_up", "experts_down"):
-        one, other = gemms(even)[name], gemms(wide)[name]
-        assert one.computed_flops == one.flops == other.flops == 2 * 32 * 2 * 96 * 64
-        assert other.computed_flops == 2.5 * one.flops
+        even_gemm, other = gemms(even)[name], gemms(wide)[name]
+        assert even_gemm.computed_flops == even_gemm.flops == other.flops == 2 * 32 * 2 * 96 * 64
+        assert other.computed_flops == 2.5 * even_gemm.flops
     dropping = model_of(capacity_factor=0.5, drop_tokens=True).layers[1]
     assert gemms(dropping)["experts_up"].flops == gemms(even)["experts_up"].flops // 2
 
@@ -98,9 +99,9 @@ def test_capacity_is_computed_and_active_experts_are_counted() -> None:
 def test_expert_parallel_ranks_have_some_experts_and_work_on_as_many_rows(ep: int) -> None:
     model = model_of(capacity_factor=1.5)
     whole, part = model.layers[1], model.layers_of(Shard(ep=ep))[1]
-    for one, other in zip(whole.parameters, part.parameters, strict=True):
-        assert other.expert == one.name.startswith("experts_")
-        assert one.num_elements == other.num_elements * (ep if other.expert else 1)
+    for full, other in zip(whole.parameters, part.parameters, strict=True):
+        assert other.expert == full.name.startswith("experts_")
+        assert full.num_elements == other.num_elements * (ep if other.expert else 1)
     assert whole.flops() == part.flops()
     exchanged = [kernel for kernel in part.kernels if isinstance(kernel, LayerCollective)]
     everywhere = CollectiveKind.ALL_TO_ALL
@@ -115,7 +116,7 @@ def test_expert_parallel_ranks_have_some_experts_and_work_on_as_many_rows(ep: in
 
 def test_only_blocks_with_experts_differ_between_ranks() -> None:
     whole, part = model_of(num_dense_layers=1), model_of(num_dense_layers=1).layers_of(Shard(ep=2))
-    same = [one.key == other.key for one, other in zip(whole.layers, part, strict=True)]
+    same = [full.key == other.key for full, other in zip(whole.layers, part, strict=True)]
     assert same == [True, True, False, False, False, True]
     assert "gate" in gemms(whole.layers[1])
     assert "experts_gate" in gemms(whole.layers[2])
@@ -146,9 +147,9 @@ def test_ranks_that_split_attention_route_their_own_tokens(tp: int, cp: int, ep:
     whole = model_of(**fields).layers[1]
     shard = Shard(tp=tp, sequence_parallel=True, cp=cp, cp_comm="all_gather", ep=ep, etp=etp)
     part = model_of(**fields).layers_of(shard)[1]
-    own = 32 // (tp * cp)
-    rows = own * 2 * etp
-    assert gemms(part)["router"].m == own
+    tokens_of_rank = 32 // (tp * cp)
+    rows = tokens_of_rank * 2 * etp
+    assert gemms(part)["router"].m == tokens_of_rank
     assert (gemms(part)["experts_down"].m, gemms(part)["experts_down"].k) == (rows, 96 // etp)
     assert (gemms(part)["shared_up"].m, gemms(part)["shared_up"].n) == (32 // cp, 48 // tp)
     elements = {p.name: p.num_elements for p in whole.parameters}
@@ -162,7 +163,7 @@ def test_ranks_that_split_attention_route_their_own_tokens(tp: int, cp: int, ep:
     exchanged = {
         (e.axis, e.forward): e.elements for e in part.kernels if isinstance(e, LayerCollective) and "expert" in e.name
     }
-    places = 8 * places_of(own, 2, 8, 1.0) * 64
+    places = 8 * places_of(tokens_of_rank, 2, 8, 1.0) * 64
     wanted = {("ep", CollectiveKind.ALL_TO_ALL): places} if ep > 1 else {}
     if etp > 1:
         wanted |= {("etp", kind): etp * places for kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)}
@@ -223,67 +224,64 @@ def test_valid_plans_pass(plan: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("fields", "plan", "sentence"),
     [
-        ({}, {"dp_replicate": 3, "ep": 3}, "plan.ep = 3: must divide model.num_experts = 8: every rank has as many "
-         "experts as any other; use 2 or 4"),
-        ({}, {"dp_replicate": 2, "ep": 4}, "plan.ep = 4: must divide dp_replicate x dp_shard = 2: experts are spread "
-         "over the ranks of a stage; use 2"),
-        ({}, {"tp": 2, "etp": 2, "cp": 2, "ep": 4}, "plan.ep = 4: must divide dp_replicate x dp_shard x cp x tp / etp "
-         "= 2: experts are spread over the ranks of a stage; use 2"),
-        ({"moe_intermediate_size": 33, "intermediate_size": 96}, {"tp": 2, "etp": 2}, "plan.etp = 2: must divide "
-         "model.moe_intermediate_size = 33: each has as many columns; use 1 or 3"),
-        ({"shared_expert_intermediate_size": 49}, {"tp": 2}, "plan.tp = 2: must divide "
-         "model.shared_expert_intermediate_size = 49: each rank has as many columns; use 1 or 7"),
-        ({"capacity_factor": 0.9}, {}, "model.capacity_factor = 0.9: is less than the 1 that even balanced experts "
-         "need; use 1 or more, or model.drop_tokens = true"),
-        ({"capacity_factor": 1.25, "expert_imbalance": 1.6}, {}, "model.capacity_factor = 1.25: is less than the 1.6 "
-         "that the fullest expert needs with expert_imbalance = 1.6; use 1.6 or more, or model.drop_tokens = true"),
+        ({}, {"dp_replicate": 3, "ep": 3}, "plan.ep = 3: ... divide model.num_experts = 8: ... use 2 or 4"),
+        ({}, {"dp_replicate": 2, "ep": 4}, "plan.ep = 4: ... divide dp_replicate x dp_shard = 2: ... use 2"),
+        ({}, {"tp": 2, "etp": 2, "cp": 2, "ep": 4},
+         "plan.ep = 4: ... divide dp_replicate x dp_shard x cp x tp ... etp = 2: ... use 2"),
+        ({"moe_intermediate_size": 33, "intermediate_size": 96}, {"tp": 2, "etp": 2},
+         "plan.etp = 2: ... divide model.moe_intermediate_size = 33: ... use 1 or 3"),
+        ({"shared_expert_intermediate_size": 49}, {"tp": 2},
+         "plan.tp = 2: ... divide model.shared_expert_intermediate_size = 49: ... use 1 or 7"),
+        ({"capacity_factor": 0.9}, {},
+         "model.capacity_factor = 0.9: ... 1 ... balanced ... use 1 ... model.drop_tokens = true"),
+        ({"capacity_factor": 1.25, "expert_imbalance": 1.6}, {},
+         "model.capacity_factor = 1.25: ... 1.6 ... expert_imbalance = 1.6; use 1.6 ... model.drop_tokens = true"),
         ({"top_k": 9}, {}, "model.top_k = 9: must be at most num_experts = 8; use 8"),
-        ({"num_dense_layers": 5}, {}, "model.num_dense_layers = 5: must be at most num_hidden_layers = 4; use 4"),
-        ({"shared_expert_gate": True}, {}, "model.shared_expert_gate = true: weighs a shared expert, and "
-         "shared_expert_intermediate_size = 0; remove it, or give shared_expert_intermediate_size"),
-        ({"head_dim": 7}, {}, "model.head_dim = 7: must be even: rotary positions turn pairs; use 6 or 8"),
+        ({"num_dense_layers": 5}, {}, "model.num_dense_layers = 5: ... most num_hidden_layers = 4; use 4"),
+        ({"shared_expert_gate": True}, {},
+         "model.shared_expert_gate = true: ... shared_expert_intermediate_size = 0; remove ... "
+         "shared_expert_intermediate_size"),
+        ({"head_dim": 7}, {}, "model.head_dim = 7: ... rotary positions ... use 6 or 8"),
     ],
 )  # fmt: skip
 def test_refused(fields: dict[str, Any], plan: dict[str, Any], sentence: str) -> None:
-    assert problems(model_of(**fields), plan) == [sentence]
+    [refusal] = problems(model_of(**fields), plan)
+    assert says(refusal, sentence)
 
 
 @pytest.mark.parametrize(
     ("family", "plan", "sentence"),
     [
-        ("moe", {"dp_shard": 4, "zero_stage": 1, "ep": 2}, "plan.ep = 2: sharding one expert over several of the "
-         "dp_shard = 4 ranks is not modeled yet; use a multiple of 4, or a smaller dp_shard"),
-        ("moe", {"dp_shard": 3, "dp_replicate": 2, "ep": 2}, "plan.ep = 2: experts over 2 ranks, some of them of other "
-         "replicas than others, is not modeled yet; use 1 or 3, or a multiple of 3"),
-        ("moe", {"tp": 2, "sequence_parallel": False}, "plan.sequence_parallel = false: tensor parallelism with "
-         "experts but without sequence parallelism, by which ranks route local tokens, is not modeled yet; use true"),
-        ("moe", {"tp": 4, "etp": 2}, "plan.etp = 2: splitting experts among other numbers of ranks than attention is "
-         "not modeled yet; use 1 or 4"),
-        ("moe", {"tp": 2, "dp_shard": 2, "zero_stage": 1, "ep": 2}, "plan.ep = 2: sharding one expert over several of "
-         "the dp_shard x tp = 4 ranks is not modeled yet; use a multiple of 4, or a smaller dp_shard"),
-        ("deepseek", {"cp": 2}, "plan.cp = 2: context parallelism with multi-head latent attention is not modeled "
-         "yet; use 1"),
-        ("moe", {"dp_replicate": 2, "ep": 2, "grad_sync": "microbatch"}, "plan.grad_sync = microbatch: gradient "
-         "reduction after every microbatch with ep > 1 is not modeled yet; use step"),
-        ("moe", {"pp": 2, "schedule": "zb-h1"}, "plan.schedule = zb-h1: a backward in two parts through experts is not "
-         "modeled yet; use 1f1b or interleaved_1f1b"),
+        ("moe", {"dp_shard": 4, "zero_stage": 1, "ep": 2},
+         "plan.ep = 2: ... dp_shard = 4 ... not modeled ... use ... multiple of 4 ... dp_shard"),
+        ("moe", {"dp_shard": 3, "dp_replicate": 2, "ep": 2},
+         "plan.ep = 2: ... 2 ... not modeled ... use 1 or 3 ... multiple of 3"),
+        ("moe", {"tp": 2, "sequence_parallel": False}, "plan.sequence_parallel = false: ... not modeled ... use true"),
+        ("moe", {"tp": 4, "etp": 2}, "plan.etp = 2: ... not modeled ... use 1 or 4"),
+        ("moe", {"tp": 2, "dp_shard": 2, "zero_stage": 1, "ep": 2},
+         "plan.ep = 2: ... dp_shard x tp = 4 ... not modeled ... use ... multiple of 4 ... dp_shard"),
+        ("deepseek", {"cp": 2}, "plan.cp = 2: ... not modeled ... use 1"),
+        ("moe", {"dp_replicate": 2, "ep": 2, "grad_sync": "microbatch"},
+         "plan.grad_sync = microbatch: ... ep ... 1 is not modeled ... use"),
+        ("moe", {"pp": 2, "schedule": "zb-h1"},
+         "plan.schedule = zb-h1: ... not modeled ... use 1f1b or interleaved_1f1b"),
     ],
 )  # fmt: skip
 def test_not_modelled(family: str, plan: dict[str, Any], sentence: str) -> None:
     model = model_of() if family == "moe" else ModelSpec(**LATENT)
-    assert sentence in problems(model, plan)
+    assert any(says(refusal, sentence) for refusal in problems(model, plan))
 
 
 @pytest.mark.parametrize(
     ("plan", "sentence"),
     [
-        ({"dp_replicate": 2, "ep": 2}, "plan.ep = 2: spreads experts over ranks, and models of family llama have"),
-        ({"tp": 2, "etp": 2}, "plan.etp = 2: splits experts among ranks, and models of family llama have"),
+        ({"dp_replicate": 2, "ep": 2}, "plan.ep = 2: spreads ... llama"),
+        ({"tp": 2, "etp": 2}, "plan.etp = 2: ... experts ... llama"),
     ],
 )
 def test_models_without_experts_are_not_spread(plan: dict[str, Any], sentence: str) -> None:
-    [found] = problems("llama3-8b", plan)
-    assert found.startswith(sentence)
+    [refusal] = problems("llama3-8b", plan)
+    assert says(refusal, sentence)
 
 
 def test_layers_before_and_after_are_llamas() -> None:

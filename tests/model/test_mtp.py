@@ -14,6 +14,7 @@ from simplan.model.recompute import recomputation, recompute_of
 from simplan.plan.plan import ParallelPlan
 from simplan.plan.shard import Shard
 from tests.jobs import problems
+from tests.support.problems import says
 
 H, TOKENS, VOCAB = 64, 32, 96
 DENSE: dict[str, Any] = {
@@ -43,8 +44,8 @@ def model(sizes: dict[str, Any] = DENSE, *, depths: int = 1, **changes: Any) -> 
     return ModelSpec.model_validate({**sizes, "mtp_num_layers": depths, **changes})
 
 
-def later(found: ModelSpec, shard: Shard | None = None) -> list[LayerSpec]:
-    return [layer for layer in found.layers_of(shard or Shard()) if layer.mtp_depth]
+def later(spec: ModelSpec, shard: Shard | None = None) -> list[LayerSpec]:
+    return [layer for layer in spec.layers_of(shard or Shard()) if layer.mtp_depth]
 
 
 def test_deepseek_v3_has_as_many_parameters_as_were_published() -> None:
@@ -68,10 +69,10 @@ def test_each_is_a_block_more_with_a_projection_and_a_head(sizes: dict[str, Any]
 
     (NVIDIA-NeMo/Megatron-Bridge at v0.3.0, src/megatron/bridge/training/utils/flop_utils.py.)
     """
-    found, blocks = model(sizes, depths=depths), model(sizes, depths=0, num_hidden_layers=3 + depths)
-    more = found.flops_per_sequence() - blocks.flops_per_sequence()
+    with_heads, blocks = model(sizes, depths=depths), model(sizes, depths=0, num_hidden_layers=3 + depths)
+    more = with_heads.flops_per_sequence() - blocks.flops_per_sequence()
     assert more == depths * 3 * 2 * TOKENS * (2 * H * H + H * VOCAB)
-    assert found.num_parameters - blocks.num_parameters == depths * (2 * H * H + 3 * H)
+    assert with_heads.num_parameters - blocks.num_parameters == depths * (2 * H * H + 3 * H)
 
 
 @pytest.mark.parametrize(("depths", "tokens_per_s", "tflop_per_s"), [(0, 3848, 961), (1, 6338, 1648)])
@@ -112,9 +113,9 @@ def test_tensor_parallel_ranks_split_the_projection_by_columns(
     shard = Shard(tp=4, sequence_parallel=parallel)
     block, layer = model(depths=0).layers_of(shard)[1], later(model(), shard)[0]
     moved = {kind: exchanged(layer, kind) - exchanged(block, kind) for kind in CollectiveKind}
-    one = TOKENS * H
+    elements = TOKENS * H
     kinds = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE
-    assert [moved[kind] for kind in kinds] == [gathered * one, scattered * one, reduced * one]
+    assert [moved[kind] for kind in kinds] == [gathered * elements, scattered * elements, reduced * elements]
     shapes = {parameter.name: parameter.shape for parameter in layer.parameters}
     assert shapes["eh_proj.weight"] == (H // 4, 2 * H)
 
@@ -128,62 +129,61 @@ def exchanged(layer: LayerSpec, kind: CollectiveKind) -> int:
 def test_a_whole_layer_runs_again_from_its_input_and_the_embeddings(sizes: dict[str, Any]) -> None:
     """Which Megatron's checkpoint takes as arguments, so that no token is looked up again."""
     (layer,) = later(model(sizes))
-    found = recomputation(layer, "full")
-    assert found.saved == {"input", "wte output"}
-    assert {layer.tensors[name].elements for name in found.saved} == {TOKENS * H}
-    names = [layer.kernels[index].name for index in found.kernels]
+    recomputed = recomputation(layer, "full")
+    assert recomputed.saved == {"input", "wte output"}
+    assert {layer.tensors[name].elements for name in recomputed.saved} == {TOKENS * H}
+    names = [layer.kernels[index].name for index in recomputed.kernels]
     assert names[:4] == ["enorm", "hnorm", "concatenate", "eh_proj"]
     core = recomputation(layer, "selective")
     assert [layer.kernels[index].name for index in core.kernels] == ["attention"]
 
 
 def test_of_the_first_blocks_of_a_stage_it_is_none() -> None:
-    found = model()
+    with_heads = model()
     some, whole = ParallelPlan(recompute="full", recompute_layers=3), ParallelPlan(recompute="full")
-    block, layer = found.layers[1], later(found)[0]
-    assert [recompute_of(each, plan, 0) for plan in (some, whole) for each in (block, layer)] == [
+    block, layer = with_heads.layers[1], later(with_heads)[0]
+    assert [recompute_of(layer_spec, plan, 0) for plan in (some, whole) for layer_spec in (block, layer)] == [
         "full", "none", "full", "full",
     ]  # fmt: skip
 
 
 def test_it_is_not_in_4_bits() -> None:
-    found = model()
+    with_heads = model()
     formats = [linear_format(precision, None, "quantized") for precision in ("mxfp8", "nvfp4")]
-    names = [[gemm.name for gemm in quantized_linears(later(found)[0], form)] for form in formats]
+    names = [[gemm.name for gemm in quantized_linears(later(with_heads)[0], form)] for form in formats]
     assert names == [["eh_proj", "q", "k", "v", "proj", "gate", "up", "down"], []]
 
 
 @pytest.mark.parametrize(
     ("software", "sizes", "training", "plan", "sentence"),
     [
-        ("torch", {}, {}, {}, "model.mtp_num_layers = 1: multi-token prediction with torch is not modeled yet; use 0"),
+        ("torch", {}, {}, {}, "model.mtp_num_layers = 1: ... torch is not modeled ... use 0"),
         ("torchtitan", {}, {}, {}, "multi-token prediction with torchtitan is not modeled yet"),
-        ("nemo", {}, {}, {}, "multi-token prediction with nemo is not modeled yet; use 0, or software: megatron-core"),
+        ("nemo", {}, {}, {}, "nemo is not modeled ... use 0 ... megatron-core"),
         ("megatron-bridge", {}, {}, {"zero_stage": 3}, "plan.zero_stage = 3: sharding of parameters with model.mtp"),
         ("megatron-core", {}, {}, {"pp": 2, "dp_shard": 1, "schedule": "zb-h1"}, "plan.schedule = zb-h1: a custom "
          "schedule"),
         ("megatron-bridge", {"lora_rank": 4}, {"task": "lora"}, {}, "model.lora_rank = 4: adapters with model.mtp"),
         ("megatron-core", {}, {}, {"offload_activations": True}, "plan.offload_activations = true: activations on the"),
         ("megatron-core", {"num_attention_heads": 12, "head_dim": 4, "hidden_size": 50, "intermediate_size": 96}, {}, {
-         "dp_shard": 1, "tp": 4}, "plan.tp = 4: must divide model.hidden_size = 50, the columns of a projection that "
-         "ranks split"),
+         "dp_shard": 1, "tp": 4}, "plan.tp = 4: ... divide model.hidden_size = 50"),
     ],
 )  # fmt: skip
 def test_unmodelled_options_are_refused_by_name(
     software: str, sizes: dict[str, Any], training: dict[str, Any], plan: dict[str, Any], sentence: str
 ) -> None:
-    found = problems(model(**sizes), {"dp_shard": 2, "zero_stage": 1, **plan}, software=software, **training)
-    assert any(sentence in problem for problem in found)
+    refusals = problems(model(**sizes), {"dp_shard": 2, "zero_stage": 1, **plan}, software=software, **training)
+    assert any(says(problem, sentence) for problem in refusals)
 
 
 def test_beside_overlapped_exchanges_for_experts_there_is_one_at_most() -> None:
     software = catalog.software("megatron-core").model_copy(update={"expert_overlap": True})
     plan = ParallelPlan(dp_shard=2, zero_stage=1, ep=2)
     assert problems(model(LATENT), plan, software=software) == []
-    [found] = problems(model(LATENT, depths=2), plan, software=software)
-    assert found.startswith("model.mtp_num_layers = 2: must be at most 1 with software.expert_overlap")
+    [refusal] = problems(model(LATENT, depths=2), plan, software=software)
+    assert says(refusal, "model.mtp_num_layers = 2: ", "at most 1", "software.expert_overlap")
 
 
 def test_families_without_them_refuse_the_key() -> None:
-    with pytest.raises(ValueError, match="is for models of family llama, moe or deepseek, and family = gpt; remove it"):
+    with pytest.raises(ValueError, match=r"llama, moe or deepseek.* family = gpt; remove it"):
         model(family="gpt")

@@ -17,7 +17,7 @@ from simplan.model.packing import NUM_DOCUMENTS, Histogram, Lognormal, Packing, 
 from simplan.plan.plan import ParallelPlan
 from simplan.plan.shard import Shard
 from tests.jobs import problems, tiny_model
-from tests.support.problems import refuses
+from tests.support.problems import refuses, says
 
 PACKINGS: tuple[Packing, ...] = ("greedy", "first_fit_decreasing")
 
@@ -125,20 +125,20 @@ def test_the_pack_that_is_taken_is_nearest_to_the_mean() -> None:
     source = Histogram(histogram={100: 3.0, 900: 1.0}, seed=7)
     lengths, packs = represent(source, 1000)
     drawn = source.draw(NUM_DOCUMENTS, np.random.default_rng(7))
-    found: list[list[int]] = []
+    packs_by_hand: list[list[int]] = []
     for length in map(int, drawn):
-        if not found or sum(found[-1]) + length > 1000:
-            found.append([])
-        found[-1].append(length)
-    found.pop()
-    pairs = [sum(n**2 for n in pack) + (1000 - sum(pack)) ** 2 for pack in found]
+        if not packs_by_hand or sum(packs_by_hand[-1]) + length > 1000:
+            packs_by_hand.append([])
+        packs_by_hand[-1].append(length)
+    packs_by_hand.pop()
+    pairs = [sum(n**2 for n in pack) + (1000 - sum(pack)) ** 2 for pack in packs_by_hand]
     mean = sum(pairs) / len(pairs)
     taken = sum(n**2 for n in lengths) + (1000 - sum(lengths)) ** 2
     assert abs(taken - mean) == min(abs(p - mean) for p in pairs)
-    assert packs.num_packs == len(found)
+    assert packs.num_packs == len(packs_by_hand)
     assert packs.relative_std == pytest.approx(float(np.std(pairs)) / mean)
     assert packs.relative_excess == pytest.approx(max(pairs) / mean - 1)
-    assert Counter(lengths) in [Counter(pack) for pack in found]
+    assert Counter(lengths) in [Counter(pack) for pack in packs_by_hand]
 
 
 def test_sequences_that_too_few_documents_fill_are_refused() -> None:
@@ -186,15 +186,15 @@ def test_positions_need_reach_only_as_far_as_documents() -> None:
     [
         ((50, 30), {"software": "torch"}, "several documents in a sequence with torch is not"),
         ((50, 30), {"cp_comm": "all_gather"}, "several documents in a sequence is not"),
-        ((90, 3), {}, "several documents in a sequence, one of them of 3 tokens, is not"),
+        ((90, 3), {}, "documents ... 3"),
     ],
 )
 def test_context_parallelism_of_documents_is_refused_by_name(
     lengths: tuple[int, ...], plan: dict[str, Any], rule: str
 ) -> None:
     degrees: dict[str, Any] = {"dp_replicate": 4, "cp": 2, "cp_comm": "ring", "software": "megatron-bridge"}
-    [found] = checked(model_of(*lengths), **degrees | plan)
-    assert f"context parallelism of {rule}" in found
+    [refusal] = checked(model_of(*lengths), **degrees | plan)
+    assert says(refusal, "context parallelism of ", rule)
 
 
 @pytest.mark.parametrize("cp_comm", ["ring", "a2a"])
@@ -210,5 +210,5 @@ def test_ranks_of_context_parallelism_share_the_work_of_documents(cp_comm: str) 
 
 
 def test_families_without_documents_refuse_them() -> None:
-    with pytest.raises(ValueError, match="is for models of family gpt, llama, mpt, moe, deepseek or neox"):
+    with pytest.raises(ValueError, match="gpt, llama, mpt, moe, deepseek or neox"):
         tiny_model("bert", seq_len=100, document_lengths=(50, 50))

@@ -17,7 +17,7 @@ from simplan.prediction import Prediction
 from simplan.program.program import MemoryCategory
 from simplan.scenario import parse_scenario
 from tests.jobs import job_of, problems, tiny_model
-from tests.support.problems import refuses
+from tests.support.problems import refuses, says
 
 GPT3 = catalog.model("gpt3-175b")
 PADDING = {
@@ -61,9 +61,9 @@ def test_vocabularies_are_padded_to_multiples_of_128_for_every_rank(vocab_size: 
     model = GPT3.model_copy(update={"vocab_size": vocab_size})
     for name in PADDING:
         software, plan = catalog.software(name), ParallelPlan(tp=tp)
-        found = software.padded(model, plan)
-        assert found == model.model_copy(update={"vocab_size": padded}), name
-        assert software.padded(found, plan) is found
+        padded_model = software.padded(model, plan)
+        assert padded_model == model.model_copy(update={"vocab_size": padded}), name
+        assert software.padded(padded_model, plan) is padded_model
 
 
 def test_only_megatron_and_its_relatives_pad() -> None:
@@ -96,7 +96,7 @@ def test_states_grow_by_the_padded_rows() -> None:
     asked = job(208, {"tp": 2})
     plain = replace(asked, software=asked.software.model_copy(update={"vocab_multiple": 1}))
     states = (MemoryCategory.PARAMETERS, MemoryCategory.GRADIENTS, MemoryCategory.OPTIMIZER)
-    padded, less = (predict(each).memory[0].by_category for each in (asked, plain))
+    padded, less = (predict(asked_job).memory[0].by_category for asked_job in (asked, plain))
     assert [padded[state] - less[state] for state in states] == [24 * 192 * width for width in (2, 4 + 2, 12)]
 
 
@@ -110,19 +110,17 @@ def test_states_grow_by_the_padded_rows() -> None:
 )
 def test_padding_is_as_if_the_vocabulary_were_as_large(plan: dict[str, Any]) -> None:
     """The same time and memory as of a model that was written with the padded vocabulary, but not the same MFU."""
-    own, written = predict(job(1000, plan)), predict(job(1024, plan))
-    assert own.step_time_s == written.step_time_s
-    assert own.memory == written.memory
-    assert own.mfu is not None
+    padded, written = predict(job(1000, plan)), predict(job(1024, plan))
+    assert padded.step_time_s == written.step_time_s
+    assert padded.memory == written.memory
+    assert padded.mfu is not None
     assert written.mfu is not None
-    ratio = own.job.model.flops_per_sequence() / written.job.model.flops_per_sequence()
+    ratio = padded.job.model.flops_per_sequence() / written.job.model.flops_per_sequence()
     assert ratio < 1
-    assert own.mfu / written.mfu == pytest.approx(ratio)
+    assert padded.mfu / written.mfu == pytest.approx(ratio)
     multiple = 128 * plan["tp"]
-    assert said(own) == [
-        f"model.vocab_size = 1000: padded to 1024, a multiple of 128 x tp = {multiple}, as megatron-core does; "
-        "parameters and FLOPs of the model, and MFU, are without padding"
-    ]
+    (note,) = said(padded)
+    assert says(note, "model.vocab_size = 1000: ", "1024", f"128 x tp = {multiple}", "megatron-core", "without padding")
     assert said(written) == []
 
 
@@ -130,14 +128,13 @@ def test_tp_need_not_divide_a_vocabulary_that_is_padded() -> None:
     plan = {"tp": 12, "sequence_parallel": False}
     assert problems(model(601), plan, software="megatron-core") == []
     for name in ("torch", "megatron-bridge"):
-        assert problems(model(601), plan, software=name) == [
-            "plan.tp = 12: must divide model.vocab_size = 601; use 1 or 601, or model.vocab_size = 612 (padded)"
-        ]
+        (sentence,) = problems(model(601), plan, software=name)
+        assert says(sentence, "plan.tp = 12: ", "divide model.vocab_size = 601", "1 or 601", "612")
 
 
 def test_a_vocabulary_that_cannot_grow_is_not_padded() -> None:
-    found = problems(model(10**8), {"tp": 3}, software="megatron-core")
-    assert any("must divide model.vocab_size = 100000000" in sentence for sentence in found)
+    refusals = problems(model(10**8), {"tp": 3}, software="megatron-core")
+    assert any("must divide model.vocab_size = 100000000" in sentence for sentence in refusals)
 
 
 _SCENARIO = """

@@ -277,30 +277,32 @@ def test_how_a_plan_says_it_in_words() -> None:
 def test_impossible_values_are_refused_by_name(
     software: str, changes: dict[str, object], field: str, said: str
 ) -> None:
-    found = problems(DEEPSEEK, {**PLAN, **changes}, software=software)
-    assert any(sentence.startswith(f"plan.{field}") and said in sentence for sentence in found)
+    refusals = problems(DEEPSEEK, {**PLAN, **changes}, software=software)
+    assert any(sentence.startswith(f"plan.{field}") and said in sentence for sentence in refusals)
 
 
 def test_a_module_that_no_block_has_is_refused() -> None:
     plan = {**PLAN, "ep": 1, "recompute_modules": ("moe_act", "layernorm")}
-    found = problems("llama3-8b", plan, software="megatron-core")
-    assert any("no block of the model has such a module apart" in sentence for sentence in found)
+    refusals = problems("llama3-8b", plan, software="megatron-core")
+    assert any("no block of the model has such a module apart" in sentence for sentence in refusals)
 
 
 def test_modules_are_not_run_again_in_two_parts_of_a_backward() -> None:
     plan = {**PLAN, "pp": 4, "dp_shard": 2, "ep": 1, "schedule": "zb-h1", "recompute_modules": ("layernorm",)}
-    assert any("in both parts of a backward" in found for found in problems(DEEPSEEK, plan, software="megatron-core"))
+    assert any(
+        "in both parts of a backward" in refusal for refusal in problems(DEEPSEEK, plan, software="megatron-core")
+    )
 
 
 @pytest.mark.parametrize("changes", [{"recompute": "full"}, {"recompute_modules": ("moe",)}])
 def test_tokens_beside_another_microbatch_are_not_sent_again(changes: dict[str, object]) -> None:
     """overlap_moe_expert_parallel_comm takes neither (transformer_config.py)."""
     overlapping = catalog.software("megatron-core").model_copy(update={"expert_overlap": True})
-    [found] = problems(DEEPSEEK, {**PLAN, **changes}, software=overlapping)
-    assert "would repeat the expert all-to-all" in found
+    [refusal] = problems(DEEPSEEK, {**PLAN, **changes}, software=overlapping)
+    assert "would repeat the expert all-to-all" in refusal
 
 
 def test_delayed_scaling_makes_nothing_again() -> None:
     plan, training = {**PLAN, "recompute_modules": ("moe_act",)}, {"precision": "fp8", "fp8_recipe": "delayed"}
-    [found] = problems(DEEPSEEK, plan, software="megatron-core", **training)
-    assert "with delayed scaling of fp8" in found
+    [refusal] = problems(DEEPSEEK, plan, software="megatron-core", **training)
+    assert "with delayed scaling of fp8" in refusal

@@ -14,6 +14,7 @@ from simplan.predict import predict
 from simplan.problems import parse_model
 from simplan.program.program import Communication
 from tests.jobs import job_of, lowered, problems
+from tests.support.problems import says
 
 GFLOPS = {"resnet-18": 1.814, "resnet-34": 3.664, "resnet-50": 4.089, "resnet-101": 7.801, "resnet-152": 11.514}
 """Multiply-adds of an image, in 10^9, as torchvision documents its weights (``_ops``)."""
@@ -52,17 +53,17 @@ def test_throughput_is_in_images() -> None:
 @pytest.mark.parametrize(
     ("plan", "training", "sentence"),
     [
-        ({"tp": 2, "sequence_parallel": False}, {}, "plan.tp = 2: tensor parallelism of convolutions is not modeled"),
-        ({"cp": 2}, {}, "plan.cp = 2: context parallelism of convolutions is not modeled"),
+        ({"tp": 2, "sequence_parallel": False}, {}, "plan.tp = 2: ... not modeled"),
+        ({"cp": 2}, {}, "plan.cp = 2: ... not modeled"),
         ({"recompute": "selective"}, {}, "plan.recompute = selective: recomputation of batch norms"),
         ({"recompute": "full"}, {}, "plan.recompute = full: recomputation of batch norms"),
-        ({"dp_shard": 2}, {"precision": "bf16"}, "training.precision = bf16: a batch norm whose weights FSDP casts"),
-        ({"pp": 2, "schedule": "zb-h1"}, {}, "plan.schedule = zb-h1: the memory of convolutions whose backward is in"),
+        ({"dp_shard": 2}, {"precision": "bf16"}, "training.precision = bf16: ... weights FSDP"),
+        ({"pp": 2, "schedule": "zb-h1"}, {}, "plan.schedule = zb-h1: ... convolutions ... backward"),
     ],
 )
 def test_plans_that_are_not_modelled(plan: dict[str, Any], training: dict[str, Any], sentence: str) -> None:
-    found = problems("resnet-50", plan, **{"precision": "fp32", **training})
-    assert any(sentence in problem for problem in found)
+    refusals = problems("resnet-50", plan, **{"precision": "fp32", **training})
+    assert any(says(problem, sentence) for problem in refusals)
 
 
 def test_plans_that_are() -> None:
@@ -71,12 +72,12 @@ def test_plans_that_are() -> None:
     interleaved = {"pp": 8, "schedule": "interleaved_1f1b"}
     assert problems("resnet-50", {**interleaved, "virtual_stages": 2}, precision="fp32") == []
     assert problems("resnet-50", {"pp": 2, "stage_layers": (9, 7)}) == []
-    [found] = problems("resnet-50", {**interleaved, "virtual_stages": 3}, precision="fp32")
-    assert "24 stages must be at most the 16 blocks" in found
+    [refusal] = problems("resnet-50", {**interleaved, "virtual_stages": 3}, precision="fp32")
+    assert "24 stages must be at most the 16 blocks" in refusal
 
 
 def test_blocks_must_be_said() -> None:
     with pytest.raises(SpecError, match=r"model\.depths: is missing"):
         parse_model(ModelSpec, {"family": "resnet"}, prefix=("model",))
     empty = ModelSpec(family="resnet", depths=())
-    assert any("must name the blocks of one stage or more" in found for found in problems(empty))
+    assert any("must name the blocks of one stage or more" in refusal for refusal in problems(empty))

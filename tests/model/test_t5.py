@@ -13,6 +13,7 @@ from simplan.problems import parse_model
 from simplan.program.program import Program
 from simplan.training import Precision
 from tests.jobs import job_of, lowered, problems
+from tests.support.problems import says
 
 SIZES: dict[str, Any] = {
     "family": "t5",
@@ -50,9 +51,9 @@ def test_cross_attention_meets_the_encoders_tokens() -> None:
     """Keys and values of 48 tokens, queries of 20; none of the scores is masked, as half of the decoder's own are."""
     block = model().layers[-2]
     n, m, h, q, i = 20, 48, 96, 96, 384
-    own = 2 * n * 4 * h * q + 4 * n * n * q // 2
+    of_self = 2 * n * 4 * h * q + 4 * n * n * q // 2
     cross = 2 * (2 * n * h * q + 2 * m * h * q) + 4 * n * m * q
-    assert block.flops() == own + cross + 2 * n * 2 * h * i
+    assert block.flops() == of_self + cross + 2 * n * 2 * h * i
 
 
 def test_kinds_of_layers() -> None:
@@ -103,8 +104,8 @@ def test_every_boundary_carries_three_tensors(precision: Precision, narrow: int)
 
 
 def test_buckets_are_halved_twice() -> None:
-    [found] = problems(model(relative_attention_buckets=30))
-    assert re.search(r"buckets = 30: must be a multiple of 4: .*; use 28 or 32", found)
+    [refusal] = problems(model(relative_attention_buckets=30))
+    assert re.search(r"buckets = 30: must be a multiple of 4: .*; use 28 or 32", refusal)
 
 
 def test_defaults() -> None:
@@ -120,20 +121,20 @@ def test_defaults() -> None:
 @pytest.mark.parametrize(
     ("plan", "sentence"),
     [
-        ({"tp": 2, "sequence_parallel": False}, "plan.tp = 2: tensor parallelism of an encoder and a decoder is not"),
-        ({"cp": 2}, "plan.cp = 2: context parallelism of an encoder and a decoder is not modeled yet; use 1"),
-        ({"pp": 2, "dp_shard": 2}, "model.tied_embeddings = true: sharding of an embedding whose two copies"),
+        ({"tp": 2, "sequence_parallel": False}, "plan.tp = 2: ... parallelism ... encoder"),
+        ({"cp": 2}, "plan.cp = 2: ... not modeled ... use 1"),
+        ({"pp": 2, "dp_shard": 2}, "model.tied_embeddings = true: sharding ... embedding"),
     ],
 )
 def test_plans_that_are_not_modelled(plan: dict[str, Any], sentence: str) -> None:
-    [found] = problems(model(), plan)
-    assert sentence in found
+    [refusal] = problems(model(), plan)
+    assert says(refusal, sentence)
 
 
 def test_stages_are_counted_in_blocks_of_both_stacks() -> None:
     assert problems(model(), {"pp": 8}) == []
     assert problems(model(), {"pp": 2, "stage_layers": (5, 3)}) == []
-    [found] = problems(model(), {"pp": 8, "virtual_stages": 2, "schedule": "interleaved_1f1b"})
-    assert "16 stages must be at most the 8 blocks" in found
-    [found] = problems(model(), {"pp": 2, "stage_layers": (4, 3)})
-    assert "sums to 7 and the model has the 8 blocks" in found
+    [refusal] = problems(model(), {"pp": 8, "virtual_stages": 2, "schedule": "interleaved_1f1b"})
+    assert "16 stages must be at most the 8 blocks" in refusal
+    [refusal] = problems(model(), {"pp": 2, "stage_layers": (4, 3)})
+    assert "sums to 7 and the model has the 8 blocks" in refusal

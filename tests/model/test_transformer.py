@@ -64,40 +64,40 @@ def of_megatron(family: str) -> LayerSpec:
 
 def test_dtensors_save_gathered_tokens() -> None:
     """Beyond Megatron's, inputs of attention and MLP of all tokens instead of a part (s b h (1 - 1/t), 16 bit)."""
-    block, own = model_of("gpt").layers_of(Shard(tp=TP, sequence_parallel=True))[1], of_megatron("gpt")
-    assert block.saved_bytes(2)[0] - own.saved_bytes(2)[0] == 2 * 2 * SEQ_LEN * HIDDEN * (TP - 1) // TP
+    block, of_core = model_of("gpt").layers_of(Shard(tp=TP, sequence_parallel=True))[1], of_megatron("gpt")
+    assert block.saved_bytes(2)[0] - of_core.saved_bytes(2)[0] == 2 * 2 * SEQ_LEN * HIDDEN * (TP - 1) // TP
     assert [e.backward for e in collectives(block)] == [_K.REDUCE_SCATTER, _K.ALL_GATHER] * 2
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_a_tensor_parallel_block_all_reduces_four_times(family: str) -> None:
     """Shoeybi et al. 2019, figure 4: two in forward and two in backward, of s h elements each."""
-    found = collectives(model_of(family).layers_of(Shard(tp=TP))[1])
-    assert [e.forward for e in found if e.forward] == [_K.ALL_REDUCE] * 2
-    assert [e.backward for e in found if e.backward] == [_K.ALL_REDUCE] * 2
-    assert {e.elements for e in found} == {SEQ_LEN * HIDDEN}
+    issued = collectives(model_of(family).layers_of(Shard(tp=TP))[1])
+    assert [e.forward for e in issued if e.forward] == [_K.ALL_REDUCE] * 2
+    assert [e.backward for e in issued if e.backward] == [_K.ALL_REDUCE] * 2
+    assert {e.elements for e in issued} == {SEQ_LEN * HIDDEN}
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_sequence_parallelism_replaces_each_all_reduce_by_two_halves(family: str) -> None:
     """Korthikanti et al. 2022, section 4.2: and gathers twice more in backward, since inputs are kept in parts."""
-    found = collectives(of_megatron(family))
-    forward = [e.forward for e in found if e.forward]
-    backward = [e.backward for e in reversed(found) if e.backward]
+    issued = collectives(of_megatron(family))
+    forward = [e.forward for e in issued if e.forward]
+    backward = [e.backward for e in reversed(issued) if e.backward]
     assert forward == [_K.ALL_GATHER, _K.REDUCE_SCATTER] * 2
     assert backward == [_K.ALL_GATHER, _K.ALL_GATHER, _K.REDUCE_SCATTER] * 2
-    assert {e.elements for e in found} == {SEQ_LEN * HIDDEN}
+    assert {e.elements for e in issued} == {SEQ_LEN * HIDDEN}
 
 
 @pytest.mark.parametrize("cp", [2, 4])
 def test_a_ring_sends_keys_and_values_and_brings_their_gradients_home(cp: int) -> None:
     """cp - 1 times k and v in forward and again in backward, cp times their gradients."""
     block = model_of("llama").layers_of(Shard(cp=cp))[1]
-    found, once = collectives(block), 2 * SEQ_LEN // cp * 8 * 8
-    assert sum(e.elements for e in found if e.forward is _K.RING) == (cp - 1) * once
-    assert sum(e.elements for e in found if e.backward is _K.RING) == (cp - 1 + cp) * once
+    issued, once = collectives(block), 2 * SEQ_LEN // cp * 8 * 8
+    assert sum(e.elements for e in issued if e.forward is _K.RING) == (cp - 1) * once
+    assert sum(e.elements for e in issued if e.backward is _K.RING) == (cp - 1 + cp) * once
     assert sum(isinstance(kernel, Attention) for kernel in block.kernels) == cp
-    assert [e.beside_previous for e in found if e.forward] == [True] * (cp - 1)
+    assert [e.beside_previous for e in issued if e.forward] == [True] * (cp - 1)
 
 
 def test_layers_of_different_splits_have_different_keys() -> None:

@@ -35,8 +35,8 @@ def loads_after(fabric: Fabric, demand: dict[int, float]) -> np.ndarray:
     splits = splits_of(load, fabric.links, fabric.interconnect.detours)
     loads = np.zeros(len(load))
     for link, busy in demand.items():
-        one = np.array([busy])
-        usage = LinkUsage(np.array([link], np.int32), one, one, 0.0, busy, one)
+        ones = np.array([busy])
+        usage = LinkUsage(np.array([link], np.int32), ones, ones, 0.0, busy, ones)
         spread = on_detours(usage, splits)
         loads[spread.links] += spread.seconds
     return loads

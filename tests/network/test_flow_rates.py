@@ -70,11 +70,16 @@ def simulated_ends(batch: Sequence[Communication], topology: Topology, rates: Ra
     """Ends of communications that start together."""
     cluster = cluster_with(topology.model_copy(update={"rate_per": rates}))
     fabric = fabric_of(cluster)
-    phases = [Usages(cluster, fabric).of(each, algorithm_of(each, cluster)) for each in batch]
-    flows = [[flow for phase in each for flow in phase.flows()] for each in phases]
+    phases = [
+        Usages(cluster, fabric).of(communication, algorithm_of(communication, cluster)) for communication in batch
+    ]
+    flows = [[flow for phase in usage for flow in phase.flows()] for usage in phases]
     heads = np.cumsum([0, *map(len, flows[:-1])])
-    use = link_use([flow for each in flows for flow in each], heads, np.arange(len(batch)), len(fabric.links))
-    clock, ends_s = Environment(), [algorithm_of(each, cluster).seconds(each.num_bytes) for each in batch]
+    use = link_use([flow for group in flows for flow in group], heads, np.arange(len(batch)), len(fabric.links))
+    clock, ends_s = (
+        Environment(),
+        [algorithm_of(communication, cluster).seconds(communication.num_bytes) for communication in batch],
+    )
     links, ended = SharedLinks(clock, use), [Event(clock) for _ in batch]
     for op, head in enumerate(heads.tolist()):
         if use.usage[op] >= 0:
@@ -88,7 +93,7 @@ def simulated_ends(batch: Sequence[Communication], topology: Topology, rates: Ra
 
 def flows_by_hand(batch: Sequence[Communication], topology: Topology) -> tuple[list[Flow], list[float]]:
     """Paths and bytes of all flows, and the latency before each communication."""
-    cluster, found, latencies_s = cluster_with(topology), list[Flow](), list[float]()
+    cluster, walked, latencies_s = cluster_with(topology), list[Flow](), list[float]()
     fabric = fabric_of(cluster)
     for number, communication in enumerate(batch):
         way = algorithm_of(communication, cluster)
@@ -103,8 +108,8 @@ def flows_by_hand(batch: Sequence[Communication], topology: Topology) -> tuple[l
                     moved / link.bytes_per_s / (way.inside if link.is_inside_node else way.between) for link in links
                 ]
                 connection = share * communication.num_bytes / fabric.num_connections
-                found.append(Flow(number, [*path], seconds, connection, alone_s))
-    return found, latencies_s
+                walked.append(Flow(number, [*path], seconds, connection, alone_s))
+    return walked, latencies_s
 
 
 def water_filled(flows: Sequence[Flow], running: NDArray[np.bool_]) -> NDArray[np.float64]:

@@ -69,8 +69,8 @@ def ends_s(transfers: Sequence[Transfer], bytes_per_s: dict[str, float]) -> list
         links = np.array([numbers[name] for name in transfer.num_bytes], np.int32)
         sent = np.array([*transfer.num_bytes.values()])
         usages.append(LinkUsage(links, seconds, np.ones(len(links)), transfer.latency_s, float(seconds.max()), sent))
-    each = np.arange(len(transfers))
-    use = link_use(usages, each, each, len(numbers))
+    indices = np.arange(len(transfers))
+    use = link_use(usages, indices, indices, len(numbers))
     env, ended_s = (
         Environment(),
         [transfer.latency_s + usage.transfer_s for transfer, usage in zip(transfers, usages, strict=True)],
@@ -105,7 +105,7 @@ HALF_DUPLEX = {f"link{host}": 1.0 for host in range(4)}
         ([route(0, 1), route(1, 0)], [4.0, 4.0]),
         ([route(0, 1), route(2, 3)], [3.0, 3.0]),
         ([route(0, 1), route(0, 2, 2.0), route(0, 3, 3.0)], [5.0, 7.0, 8.0]),
-        ([route(one, other) for one in range(4) for other in range(4) if one != other], [8.0] * 12),
+        ([route(start, other) for start in range(4) for other in range(4) if start != other], [8.0] * 12),
     ],
     ids=["one", "same direction", "opposite directions", "independent", "scatter", "all-to-all"],
 )

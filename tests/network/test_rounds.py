@@ -42,10 +42,10 @@ def check_flows(
     """Asserts that the flows of an algorithm are the bytes sent between each pair of ranks, as parts of the buffer."""
     way = CommAlgorithm("", 0.0, (), (), pattern, server_shares=server_shares)
     flows = flows_of(way, Communication(kind, 1, tuple(ranks)), ranks, cluster, fabric_of(cluster))
-    found: defaultdict[tuple[int, int], float] = defaultdict(float)
+    shares: defaultdict[tuple[int, int], float] = defaultdict(float)
     for source, destination, share, _ in flows.each():
-        found[source, destination] += share
-    assert found == pytest.approx({pair: float(part) for pair, part in sent.items() if part}, rel=1e-9)
+        shares[source, destination] += share
+    assert shares == pytest.approx({pair: float(part) for pair, part in sent.items() if part}, rel=1e-9)
 
 
 def ring_orders(num_nodes: int, num_local: int) -> list[list[int]]:

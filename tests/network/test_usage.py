@@ -174,17 +174,17 @@ def test_near_nodes_have_no_window() -> None:
 
 def test_usages_add_up_side_by_side_and_in_sequence() -> None:
     usages = usages_on(NON_BLOCKING[0])
-    (one,), (other,) = (
+    (in_node,), (other,) = (
         usages.of(c, algorithm_of(c, usages.cluster))
         for c in (Communication(CollectiveKind.ALL_REDUCE, 2**28, group) for group in (tuple(range(8)), (0, 8, 16, 24)))
     )
-    both = together([one, other])
-    total = np.bincount(np.concatenate([one.links, other.links]), np.concatenate([one.seconds, other.seconds]))
+    both = together([in_node, other])
+    total = np.bincount(np.concatenate([in_node.links, other.links]), np.concatenate([in_node.seconds, other.seconds]))
     assert both.seconds == pytest.approx(total[both.links])
-    assert together([one, one]).transfer_s == one.transfer_s
-    first, second = in_sequence([one, other, one], 0.5)
-    assert (first.transfer_s, second.transfer_s) == (2 * one.transfer_s, other.transfer_s)
-    assert first.seconds == pytest.approx(2 * one.seconds)
+    assert together([in_node, in_node]).transfer_s == in_node.transfer_s
+    first, second = in_sequence([in_node, other, in_node], 0.5)
+    assert (first.transfer_s, second.transfer_s) == (2 * in_node.transfer_s, other.transfer_s)
+    assert first.seconds == pytest.approx(2 * in_node.seconds)
     assert (first.fixed_s, second.fixed_s, first.follows, second.follows) == (0.5, 0.0, False, True)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from simplan.errors import SpecError
 from simplan.plan.hostfile import host_lines, read_host_file, task_lines
-from tests.support.problems import refuses
+from tests.support.problems import refuses, says
 
 
 def devices_in(folder: Path, text: str, num_devices: int = 8) -> tuple[int, ...]:
@@ -45,20 +45,20 @@ def test_ranks_of_a_node_need_not_follow_each_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("gpu-7 slots=4\nnode0 slots=4", "line 1 names gpu-7, and the nodes of the cluster are node0 to node1; write"),
+        ("gpu-7 slots=4\nnode0 slots=4", "1 ... gpu-7 ... node0 to node1; write"),
         ("node2 slots=4\nnode0 slots=4", "line 1 names node2, and the nodes"),
-        ("node0 slots=4\nnode0 slots=4", "line 2 gives node0 more ranks than its 4 devices; use slots=4"),
+        ("node0 slots=4\nnode0 slots=4", "2 ... node0 ... 4 ... use slots=4"),
         ("node0 slots=5\nnode1 slots=3", "line 1 gives node0 more ranks"),
-        ("node0 slots=4\n", "has 4 ranks, and the cluster has 8 devices; add node1 slots=4"),
-        ("node0 slots=4\nnode1 slots=3", "has 7 ranks, and the cluster has 8 devices; add node1 slots=1"),
-        ("node0 slots=-1", "line 1 is 'node0 slots=-1'; write a host and its slots, such as node0 slots=8"),
+        ("node0 slots=4\n", "4 ... 8 ... add node1 slots=4"),
+        ("node0 slots=4\nnode1 slots=3", "7 ... 8 ... add node1 slots=1"),
+        ("node0 slots=-1", "1 is 'node0 slots=-1'; write ... node0 slots=8"),
         ("", "has 0 ranks, and the cluster has 8 devices"),
     ],
 )
 def test_hostfiles_that_do_not_match_are_refused(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(SpecError) as caught:
         devices_in(tmp_path, text)
-    assert said in str(caught.value)
+    assert says(str(caught.value), said)
 
 
 def test_orders_that_a_launcher_cannot_say_are_refused() -> None:

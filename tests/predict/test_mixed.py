@@ -107,10 +107,10 @@ def test_sizes_are_the_best_of_all(total: int, each_s: tuple[float, ...]) -> Non
     def slowest_s(sizes: tuple[int, ...]) -> float:
         return max(size * of for size, of in zip(sizes, each_s, strict=True))
 
-    found = balanced_sizes(total, [partial(float.__mul__, of) for of in each_s])
+    balanced = balanced_sizes(total, [partial(float.__mul__, of) for of in each_s])
     splits = itertools.product(range(1, total), repeat=len(each_s))
-    assert sum(found) == total
-    assert slowest_s(found) == min(slowest_s(sizes) for sizes in splits if sum(sizes) == total)
+    assert sum(balanced) == total
+    assert slowest_s(balanced) == min(slowest_s(sizes) for sizes in splits if sum(sizes) == total)
 
 
 def test_stages_split_as_the_best_of_all() -> None:
@@ -118,7 +118,7 @@ def test_stages_split_as_the_best_of_all() -> None:
     for _ in range(30):
         num_blocks, num_stages = int(rng.integers(4, 10)), int(rng.integers(2, 5))
         times_s = [[*rng.uniform(0.5, 2) * rng.uniform(0.5, 1.5, num_blocks + 2)] for _ in range(num_stages)]
-        most = rng.integers(2, num_blocks, num_stages).tolist()
+        max_blocks = rng.integers(2, num_blocks, num_stages).tolist()
 
         def slowest_s(bounds: tuple[int, ...], of: list[list[float]] = times_s) -> float:
             return max(sum(of[s][bounds[s] : bounds[s + 1]]) for s in range(len(of)))
@@ -129,10 +129,10 @@ def test_stages_split_as_the_best_of_all() -> None:
         ]
         assignment = balanced_unequal_assignment(times_s, range(num_stages))
         assert slowest_s(assignment.boundaries) == pytest.approx(min(map(slowest_s, every)), rel=1e-9)
-        if sum(most) < num_blocks:
+        if sum(max_blocks) < num_blocks:
             continue
-        within = balanced_unequal_assignment(times_s, range(num_stages), max_blocks=most)
-        assert all(blocks <= limit for blocks, limit in zip(within.stage_layers(), most, strict=True))
+        within = balanced_unequal_assignment(times_s, range(num_stages), max_blocks=max_blocks)
+        assert all(blocks <= limit for blocks, limit in zip(within.stage_layers(), max_blocks, strict=True))
 
 
 def test_stages_of_equal_speed_split_as_those_of_equal_devices() -> None:
@@ -140,9 +140,12 @@ def test_stages_of_equal_speed_split_as_those_of_equal_devices() -> None:
     for ranks in ((0, 1, 2), (0, 1, 0, 1), (0, 1, 1, 0)):
         equal = balanced_assignment(times_s, len(ranks), 1, ranks)
         mixed = balanced_unequal_assignment([times_s] * 3, ranks)
-        shares = [[b - a for a, b in itertools.pairwise(each.boundaries)] for each in (equal, mixed)]
+        shares = [[b - a for a, b in itertools.pairwise(assignment.boundaries)] for assignment in (equal, mixed)]
         rank_s = [
-            max(sum(size for size, rank in zip(sizes, ranks, strict=True) if rank == one) for one in set(ranks))
+            max(
+                sum(size for size, rank in zip(sizes, ranks, strict=True) if rank == chosen_rank)
+                for chosen_rank in set(ranks)
+            )
             for sizes in shares
         ]
         assert rank_s[0] == rank_s[1]

@@ -231,7 +231,7 @@ def test_the_residual_stream_under_autocast_is_said_to_be_fp32() -> None:
         prediction = predict(job_of(GPT2, plan, software=software, global_batch_size=8, precision=precision))
         activations = prediction.worst_memory.by_category[MemoryCategory.ACTIVATIONS]
         said.append((any(sentence.startswith(start) for sentence in prediction.assumptions), activations))
-    assert [each for each, _ in said] == [True, True, False, False, False]
+    assert [is_said for is_said, _ in said] == [True, True, False, False, False]
     assert said[0][1] > 1.1 * said[2][1]
 
 

@@ -115,8 +115,8 @@ def test_who_waits_is_said() -> None:
     assert "the fullest of 16 " in sentence(drawn(dp_replicate=4, pp=2, microbatch_size=2))
 
 
-@pytest.mark.parametrize(("num_ranks", "each"), [(2, 1), (8, 1), (8, 4), (64, 2), (1024, 1)])
-def test_the_fullest_is_expected_within_the_bound(num_ranks: int, each: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "packs_per_rank"), [(2, 1), (8, 1), (8, 4), (64, 2), (1024, 1)])
+def test_the_fullest_is_expected_within_the_bound(num_ranks: int, packs_per_rank: int) -> None:
     """Means of the largest of packs drawn and packed again, greedily, as their statistics were made."""
     _, packs = represent(DOCUMENTS, 4096)
     generator = np.random.default_rng(3)
@@ -130,7 +130,7 @@ def test_the_fullest_is_expected_within_the_bound(num_ranks: int, each: int) -> 
             pack.clear()
         pack[length] += 1
     mean = sum(pairs) / len(pairs)
-    samples = generator.choice(np.array(pairs), (2000, num_ranks, each)).mean(2).max(1)
+    samples = generator.choice(np.array(pairs), (2000, num_ranks, packs_per_rank)).mean(2).max(1)
     excess = float(samples.mean() / mean - 1)
-    assert excess <= fullest_excess(packs, num_ranks, each) * 1.02  # sampled
+    assert excess <= fullest_excess(packs, num_ranks, packs_per_rank) * 1.02  # sampled
     assert excess > 0

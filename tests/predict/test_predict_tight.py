@@ -60,8 +60,8 @@ def test_memory_that_a_plan_wants_is_shown_nowhere_cut_off(roomy: Prediction) ->
     document = tight.to_json()
     assert {
         document["peak_memory_gib"]["device"],
-        *(each["peak_memory_gib"]["device"] for each in document["ranks"]),
-    } == {each.device_bytes / GIB for each in roomy.memory}
+        *(rank["peak_memory_gib"]["device"] for rank in document["ranks"]),
+    } == {memory.device_bytes / GIB for memory in roomy.memory}
     assert document["fits"] is True
     assert sweep(with_memory(capacity), {"model.seq_len": [1024]})["device_gib"].tolist() == [wanted / GIB]
     assert f"{format_bytes(wanted)} of {format_bytes(capacity)}" in repr(tight)

@@ -110,8 +110,8 @@ def test_terms_add_up_to_the_step_where_less_than_a_millisecond_is_computed_besi
     small = MODEL.model_copy(update={"num_hidden_layers": 2})
     job = job_of(small, {"dp_shard": 2}, cluster="dgx-a100-80gb", global_batch_size=4)
     terms = step_terms(job)
-    [beside] = [term for term in terms if isinstance(term.work, OverlapSlowdown)]
-    assert 0 < beside.times < 1e-3
+    [overlap] = [term for term in terms if isinstance(term.work, OverlapSlowdown)]
+    assert 0 < overlap.times < 1e-3
     found_s = sum(term.seconds * term.times for term in terms)
     assert found_s == pytest.approx(summarize_step(job).step_time_s, rel=1e-4)
 

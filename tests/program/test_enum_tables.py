@@ -48,18 +48,18 @@ PARTIAL = {
 
 
 def modules(package: str) -> Iterator[ModuleType]:
-    for found in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
-        if not found.name.endswith("__main__"):
+    for info in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+        if not info.name.endswith("__main__"):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of other packages, while they are imported
-                yield importlib.import_module(found.name)
+                yield importlib.import_module(info.name)
 
 
 def enum_tables() -> Iterator[tuple[ModuleType, str, Mapping[Any, Any], type[Enum]]]:
     """Module-level mappings whose keys are members of one enum, with the module that assigns them."""
     for module in (*modules("simplan"), *modules("executor")):
-        own = set(re.findall(r"^(\w+)\b[^=\n]* = ", Path(module.__file__ or "").read_text(), re.MULTILINE))
-        for name in own & vars(module).keys():
+        assigned = set(re.findall(r"^(\w+)\b[^=\n]* = ", Path(module.__file__ or "").read_text(), re.MULTILINE))
+        for name in assigned & vars(module).keys():
             table = vars(module)[name]
             kinds = {type(key) for key in table} if isinstance(table, Mapping) else set()
             if len(kinds) == 1 and issubclass(kind := kinds.pop(), Enum):

@@ -16,7 +16,7 @@ from simplan.program.size import refuse_many_actions
 from simplan.report.trace import predicted_trace
 from simplan.training import TrainingSpec
 from tests.jobs import job_of
-from tests.support.problems import refuses
+from tests.support.problems import refuses, says
 
 
 @pytest.mark.parametrize(
@@ -24,15 +24,15 @@ from tests.support.problems import refuses
     [
         (
             {"cluster.jitter": {"compute_relative_std": 0.1}},
-            "at most 4,000,000 are simulated; cluster.jitter takes all ranks: remove it",
+            "most 4,000,000 ... cluster.jitter",
         ),
         (
             {"training.backup_workers": 2, "cluster.stragglers": [{"rank": 3, "slowdown": 1.5}]},
-            "at most 4,000,000 are simulated; training.backup_workers takes all ranks: remove it",
+            "most 4,000,000 ... training.backup_workers",
         ),
         (
             {"cluster.topology": {"kind": "fat_tree", "radix": 128, "levels": 3, "routing": "ecmp"}},
-            "at most 2,500,000 are simulated on links of cluster.topology; cluster.topology takes all ranks: remove it",
+            "most 2,500,000 ... cluster.topology; cluster.topology",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -45,7 +45,7 @@ def test_steps_of_all_ranks_are_refused_if_they_are_too_many(changes: dict[str, 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with refuses("cluster.num_devices", "32,768", rule="operations or more") as error:
         predict(job.with_changes(changes))
-    assert words in str(error.value)
+    assert says(str(error.value), words)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1024**2  # KiB
     refuse_many_actions(job, len(folding_of(job).ranks), job.num_microbatches)  # folded, the same ranks are few
 

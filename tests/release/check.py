@@ -172,9 +172,9 @@ def lowest(extras: tuple[str, ...]) -> Iterator[str]:
     """Lower bounds of pyproject.toml as constraints of pip."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"]
-    for text in [*project["dependencies"], *(one for extra in extras for one in optional[extra])]:
+    for text in [*project["dependencies"], *(required for extra in extras for required in optional[extra])]:
         requirement = Requirement(text)
-        [version] = [one.version for one in requirement.specifier if one.operator == ">="]
+        [version] = [specifier.version for specifier in requirement.specifier if specifier.operator == ">="]
         yield f"{requirement.name}=={version}"
 
 
@@ -182,19 +182,19 @@ def readme(environment: Environment) -> None:
     """Commands and Python of the README, whose outputs are those that it shows."""
     folder, printed, compared = environment.folder / "readme", "", 0
     folder.mkdir()
-    for one in snippets("../README.md"):
-        if one.note.startswith("file: "):
-            (folder / one.note.removeprefix("file: ")).write_text(one.text)
-        elif one.language == "sh":
-            for line in one.text.splitlines():
+    for snippet in snippets("../README.md"):
+        if snippet.note.startswith("file: "):
+            (folder / snippet.note.removeprefix("file: ")).write_text(snippet.text)
+        elif snippet.language == "sh":
+            for line in snippet.text.splitlines():
                 if line.startswith("simplan "):
                     printed = environment.run(line, folder="readme")
-        elif one.language == "python":
-            (folder / "snippet.py").write_text(one.text)
+        elif snippet.language == "python":
+            (folder / "snippet.py").write_text(snippet.text)
             assert "step_time_s" in environment.run("python snippet.py", folder="readme")
-        elif one.note in BEGINNINGS:
-            shown = shown_part(one, printed)
-            assert one.text == shown, f"the README shows\n{one.text}\nand this was printed\n{shown}"
+        elif snippet.note in BEGINNINGS:
+            shown = shown_part(snippet, printed)
+            assert snippet.text == shown, f"the README shows\n{snippet.text}\nand this was printed\n{shown}"
             compared += 1
     assert compared >= 4, f"{compared} outputs were compared"
 
@@ -301,8 +301,8 @@ def _call(
 
 
 def _is_there(python: str) -> bool:
-    found = shutil.which(python)
-    return found is not None and subprocess.run([found, "-m", "venv", "--help"], capture_output=True).returncode == 0
+    path = shutil.which(python)
+    return path is not None and subprocess.run([path, "-m", "venv", "--help"], capture_output=True).returncode == 0
 
 
 def main(asked: list[str]) -> int:

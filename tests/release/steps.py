@@ -64,7 +64,7 @@ def run_action(
         KeyError: An expression of action.yml is unknown, or a required input is not given.
     """
     action: dict[str, Any] = yaml.safe_load((ROOT / "action.yml").read_text())
-    defaults = {name: one["default"] for name, one in action["inputs"].items() if "default" in one}
+    defaults = {name: entry["default"] for name, entry in action["inputs"].items() if "default" in entry}
     assert inputs.keys() <= action["inputs"].keys()
     values = {f"inputs.{name}": value for name, value in (defaults | inputs).items()}
     values["github.action_path"] = str(ROOT)
@@ -76,11 +76,11 @@ def run_action(
     for step in action["runs"]["steps"]:
         if "uses" in step or step["name"] in skip:
             continue
-        own = {name: _expanded(text, values) for name, text in step.get("env", {}).items()}
+        of_step = {name: _expanded(text, values) for name, text in step.get("env", {}).items()}
         done = subprocess.run(
             [*_BASH, _expanded(step["run"], {})],
             cwd=repository,
-            env=variables | own,
+            env=variables | of_step,
             capture_output=True,
             text=True,
             check=False,
@@ -91,9 +91,9 @@ def run_action(
             values |= {f"steps.{step['id']}.outputs.{name}": value for name, _, value in lines}
         if code := done.returncode:
             break
-    outputs = {name: _expanded(one["value"], values) for name, one in action["outputs"].items()}
+    outputs = {name: _expanded(entry["value"], values) for name, entry in action["outputs"].items()}
     return ActionResult(code, outputs, files["GITHUB_STEP_SUMMARY"].read_text(), log)
 
 
 def _expanded(text: str, values: Mapping[str, str]) -> str:
-    return _EXPRESSION.sub(lambda found: values[found.group(1)], text)
+    return _EXPRESSION.sub(lambda match: values[match.group(1)], text)

@@ -71,7 +71,7 @@ def test_container_runs_the_dashboard_as_a_user() -> None:
     """Without root, on the port that it exposes, with options that the command has; its sources are all there."""
     text = (ROOT / "Dockerfile").read_text()
     dashboard = typer.main.get_command(app).commands["dashboard"]  # type: ignore[attr-defined]
-    default = {option: one.default for one in dashboard.params for option in (*one.opts, *one.secondary_opts)}
+    default = {option: param.default for param in dashboard.params for option in (*param.opts, *param.secondary_opts)}
     name, *options = yaml.safe_load(text.rpartition("\nCMD ")[2])
     assert name == "dashboard"
     assert {option for option in options if option.startswith("-")} <= default.keys()

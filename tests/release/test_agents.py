@@ -36,14 +36,16 @@ def test_page_for_agents_has_every_command_and_exit_code() -> None:
     codes = codes_of_files()
     assert {code for *_, cell in table for code in cell.split(", ") if cell} <= codes.keys()
     assert {code for code, *_ in rows("reference/agents.md", "exit code")} == codes.keys()
-    without = {name for name, one in COMMANDS.items() if not any("--json" in param.opts for param in one.params)}
+    without = {
+        name for name, command in COMMANDS.items() if not any("--json" in param.opts for param in command.params)
+    }
     assert without == {"dashboard", "report"}
     of_expectations = {name.strip("`") for name, _, cell in table if "1" in cell.split(", ")}
     assert of_expectations == set(re.findall(r"`(\w+)`", codes["1"]))
 
 
 def test_options_of_the_questions_are_those_of_commands() -> None:
-    known = {option for one in COMMANDS.values() for param in one.params for option in param.opts}
+    known = {option for command in COMMANDS.values() for param in command.params for option in param.opts}
     asked = {option for row in rows("reference/agents.md", "ask for") for option in re.findall(r"--[\w-]+", row[1])}
     assert len(asked) > 10
     assert asked <= known

@@ -226,7 +226,7 @@ def test_recomputation_shows_as_its_share() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step_time_s", "most", "labels"),
+    ("step_time_s", "max_ticks", "labels"),
     [
         (0.26, 6, ["0", "50", "100", "150", "200", "250 ms"]),
         (1.0, 10, [*(f"{i / 10:g}" for i in range(10)), "1 s"]),
@@ -235,8 +235,8 @@ def test_recomputation_shows_as_its_share() -> None:
         (0.999, 1, ["0 ms"]),
     ],
 )
-def test_ticks_are_round(step_time_s: float, most: int, labels: list[str]) -> None:
-    drawn = ticks(step_time_s, most)
+def test_ticks_are_round(step_time_s: float, max_ticks: int, labels: list[str]) -> None:
+    drawn = ticks(step_time_s, max_ticks)
     assert [tick.label for tick in drawn] == labels
     assert all(tick.time_s <= step_time_s * (1 + 1e-9) for tick in drawn)
 

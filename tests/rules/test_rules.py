@@ -40,7 +40,7 @@ def test_a_filter_names_the_first_rule_that_a_plan_violates(
 ) -> None:
     """It looks answers up by what rules say they read, so a rule that reads more is found out."""
     of_job = PlanFilter(asked)
-    for change in ((), *([each] for each in changes)):
+    for change in ((), *([single] for single in changes)):
         plan = ParallelPlan.model_validate({**first, **dict(change)})
         violated = violated_by(asked.with_plan(plan))
         assert of_job.first_violated(plan) == (violated[0].name if violated else None)

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from simplan.program.program import MemoryCategory
 from simplan.scenario import METRICS, Expectation, evaluate
+from tests.support.problems import says
 
 PREDICTION: dict[str, Any] = {
     "num_trained_parameters": 1000,
@@ -81,10 +82,8 @@ def test_messages() -> None:
         return evaluate(Expectation.model_validate(fields), PREDICTION).message
 
     assert message(metric="step_time_s", value=1.4, rel_tol=0.1) == "step_time_s is 1.5 s, expected 1.4 within 10 %"
-    assert message(metric="peak_memory_gib", min=1, max=8) == (
-        "peak_memory_gib is 12 GiB, expected at least 1 and at most 8"
-    )
-    assert message(metric="fits", value=False) == ("fits is true (rank 3 needs 12.00 GiB of 16.00 GiB), expected false")
+    assert says(message(metric="peak_memory_gib", min=1, max=8), "peak_memory_gib", "12 GiB", "least 1", "most 8")
+    assert says(message(metric="fits", value=False), "fits is true", "rank 3", "12.00 GiB", "16.00 GiB", "false")
     assert message(metric="mfu", min=0.4) == "mfu is unknown, expected at least 0.4"
 
 

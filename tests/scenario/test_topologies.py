@@ -20,7 +20,7 @@ from simplan.report.text import links_words
 from simplan.rules import violations
 from simplan.scenario import load_scenario, load_search
 from tests.jobs import job_of
-from tests.support.problems import is_of, refuses
+from tests.support.problems import is_of, refuses, says
 from tests.support.slow import examples
 
 HOW = """
@@ -45,8 +45,10 @@ def refusal(folder: Path, topology: Any, **cluster: Any) -> str:
 
 def test_a_name_or_a_mapping_is_read(tmp_path: Path) -> None:
     assert cluster_of(tmp_path, "superpod-h100").topology == Rail(kind="rail", nodes_per_group=32)
-    own = {"kind": "leaf_spine", "nodes_per_leaf": 4, "oversubscription": 4}
-    assert cluster_of(tmp_path, own).topology == LeafSpine(kind="leaf_spine", nodes_per_leaf=4, oversubscription=4.0)
+    topology = {"kind": "leaf_spine", "nodes_per_leaf": 4, "oversubscription": 4}
+    assert cluster_of(tmp_path, topology).topology == LeafSpine(
+        kind="leaf_spine", nodes_per_leaf=4, oversubscription=4.0
+    )
     changed = cluster_of(tmp_path, {"preset": "superpod-h100", "oversubscription": 2.5})
     assert changed.topology == Rail(kind="rail", nodes_per_group=32, oversubscription=2.5)
     sites = {"kind": "sites", "nodes_per_site": 4, "gbit_per_site": 100, "latency_s": 0.01, "inside": "superpod-h100"}
@@ -77,11 +79,11 @@ TORUS = {"device": "tpu-v4", "devices_per_node": 64, "num_nodes": 1}
 @pytest.mark.parametrize(
     ("topology", "sentence"),
     [
-        ("superpod-h10", "cluster.topology = superpod-h10: is not in the catalog; did you mean superpod-h100?"),
+        ("superpod-h10", "cluster.topology = superpod-h10: is not ... catalog; did you mean superpod-h100?"),
         (7, "cluster.topology = 7: must be a name; write one word"),
-        ({"nodes_per_leaf": 4}, "cluster.topology.kind: is missing; one of switch, leaf_spine, rail"),
-        ({"kind": "ral"}, 'cluster.topology.kind = "ral": is not a known choice; did you mean rail?'),
-        ({"kind": ["rail"]}, 'cluster.topology.kind = ["rail"]: is not a known choice; one of switch'),
+        ({"nodes_per_leaf": 4}, "cluster.topology.kind: is missing; ... leaf_spine"),
+        ({"kind": "ral"}, 'cluster.topology.kind = "ral": ... known choice; did you mean rail?'),
+        ({"kind": ["rail"]}, 'cluster.topology.kind = ["rail"]: ... known choice'),
         ({"preset": "superpod-h100", "kind": "rail"}, "cluster.topology.kind: cannot go with preset"),
         ({"kind": "rail", "nodes_per_group": 4, "oversubscription": 0.5}, "oversubscription = 0.5: must be at least 1"),
         ({"kind": "rail", "nodes_per_group": 0}, "cluster.topology.nodes_per_group = 0: must be at least 1"),
@@ -90,10 +92,10 @@ TORUS = {"device": "tpu-v4", "devices_per_node": 64, "num_nodes": 1}
         ({"kind": "leaf_spine", "nodes_per_leaf": 4, "routing": "ecmp"}, 'routing = "ecmp": hashes flows over several'),
         (
             {"kind": "leaf_spine", "nodes_per_leaf": 4, "pod_oversubscription": 7},
-            "cluster.topology.pod_oversubscription = 7: is given without pods; give leaves_per_pod, or remove it",
+            "cluster.topology.pod_oversubscription = 7: is given without ... give leaves_per_pod",
         ),
-        ({"kind": "fat_tree", "radix": 4}, "radix = 4: holds 16 network cards with 3 levels, and the cluster has 64"),
-        ({"kind": "fat_tree", "radix": 7}, "radix = 7: must be even, half of the ports of a switch to below"),
+        ({"kind": "fat_tree", "radix": 4}, "radix = 4: ... 16 ... 3 ... 64"),
+        ({"kind": "fat_tree", "radix": 7}, "radix = 7: ... ports ... switch"),
         ({"kind": "fat_tree", "radix": 8, "oversubscription": 2}, "use 1.666666667, for 5 ports to below and 3 to"),
         ({"kind": "fat_tree", "radix": 64, "levels": 4}, "cluster.topology.levels = 4: must be at most 3"),
         (
@@ -102,37 +104,36 @@ TORUS = {"device": "tpu-v4", "devices_per_node": 64, "num_nodes": 1}
         ),
         (
             {"kind": "sites", "nodes_per_site": 4, "gbit_per_site": 100},
-            "cluster.topology.latency_s: is missing: sites are apart, and the round trip limits what a connection "
-            "moves; give the time one way, about 5 us per km of fiber, e.g. latency_s: 0.01 for 2000 km",
+            "cluster.topology.latency_s: is missing: ... connection ... give ... 5 ... e.g. latency_s: 0.01 ... 2000",
         ),
         ({"kind": "sites", "nodes_per_site": 4, "gbit_per_site": -1}, "gbit_per_site = -1: must be at least 0.001"),
         ({"kind": "sites", "nodes_per_site": 4, "gbit_per_site": 1e9}, "must be at most 1,000,000"),
         (
             {"kind": "sites", "nodes_per_site": 4, "gbit_per_site": 1, "inside": {"kind": "sites"}},
-            'cluster.topology.inside.kind = "sites": is not possible here; one of switch, leaf_spine, rail, fat_tree',
+            'cluster.topology.inside.kind = "sites": ... possible here; ... leaf_spine ... fat_tree',
         ),
         (
             {"kind": "sites", "nodes_per_site": 4, "gbit_per_site": 1, "inside": {"kind": "fat_tree", "radix": 4}},
-            "cluster.topology.inside.radix = 4: holds 16 network cards with 3 levels, and the cluster has 32",
+            "cluster.topology.inside.radix = 4: ... 16 ... 3 ... 32",
         ),
-        ({"kind": "torus", "shape": [8]}, 'cluster.topology.kind = "torus": devices joined by nvlink4 form no torus'),
+        ({"kind": "torus", "shape": [8]}, 'cluster.topology.kind = "torus": ... nvlink4 ... torus'),
         (
             {"kind": "switch", "node": {"kind": "nvlink"}},
             'cluster.topology.node.kind = "nvlink": is not a known choice',
         ),
         (
             {"kind": "graph", "links": [*TWO_RACKS, {"between": ["tor0", "tor0"], "gbit": 1}]},
-            'cluster.topology.links.8.between = ["tor0", "tor0"]: joins tor0 to itself; name two ends',
+            'cluster.topology.links.8.between = ["tor0", "tor0"]: ... tor0 to itself; name',
         ),
         ({"kind": "graph", "links": TWO_RACKS}, "links: node4 is not connected to node0, as are 3 more nodes"),
-        ({"kind": "graph", "links": TWO_RACKS[1:]}, "cluster.topology.links: node0 is in no link; add a link of node0"),
+        ({"kind": "graph", "links": TWO_RACKS[1:]}, "cluster.topology.links: node0 ... link; add ... node0"),
         (
             {"kind": "graph", "links": [{"between": ["node0", "-"], "gbit": 1}]},
-            'cluster.topology.links.0.between.1 = "-": must begin with a letter',
+            'cluster.topology.links.0.between.1 = "-": ... begin ... letter',
         ),
         (
             {"kind": "graph", "links": [*TWO_RACKS, {"between": ["node12", "tor0"], "gbit": 1}]},
-            "node12 is not in the cluster, whose nodes are node0 to node7; use a node of the cluster, or more nodes",
+            "node12 ... node0 to node7; use",
         ),
         (
             {
@@ -140,13 +141,13 @@ TORUS = {"device": "tpu-v4", "devices_per_node": 64, "num_nodes": 1}
                 "links": [{"between": ["Node3", "tor0"], "gbit": 1}]
                 + [{"between": [f"node{node}", "tor0"], "gbit": 1} for node in range(8) if node != 3],
             },
-            "cluster.topology.links: node3 is in no link; is it written Node3?",
+            "cluster.topology.links: node3 ... link; ... Node3?",
         ),
     ],
     ids=repr,
 )
 def test_bad_topologies_are_refused_with_a_fix(tmp_path: Path, topology: Any, sentence: str) -> None:
-    assert sentence in refusal(tmp_path, topology)
+    assert says(refusal(tmp_path, topology), sentence)
 
 
 @pytest.mark.parametrize(
@@ -154,22 +155,22 @@ def test_bad_topologies_are_refused_with_a_fix(tmp_path: Path, topology: Any, se
     [
         (
             {"kind": "torus", "shape": [4, 4]},
-            "shape = [4, 4]: makes 16 devices, and the job has 64; use a shape such as [8, 8]",
+            "shape = [4, 4]: ... 16 ... 64; use ... [8, 8]",
         ),
-        ({"kind": "torus", "shape": [2, 2, 2, 8]}, "cluster.topology.shape = [2, 2, 2, 8]: must have at most 3 values"),
+        ({"kind": "torus", "shape": [2, 2, 2, 8]}, "cluster.topology.shape = [2, 2, 2, 8]: ... most 3"),
         (
             {"kind": "rail", "nodes_per_group": 1},
-            'kind = "rail": devices joined by ici-tpu-v4 form a torus of their own',
+            'kind = "rail": ... ici-tpu-v4 ... torus',
         ),
         (
             {"kind": "torus", "shape": [4, 4, 4], "node": {"kind": "pcie"}},
-            "cluster.topology.node: devices of a torus have no other wiring; remove it",
+            "cluster.topology.node: devices ... torus ... remove",
         ),
     ],
     ids=repr,
 )
 def test_a_torus_must_multiply_up(tmp_path: Path, topology: Any, sentence: str) -> None:
-    assert sentence in refusal(tmp_path, topology, **TORUS)
+    assert says(refusal(tmp_path, topology, **TORUS), sentence)
     assert cluster_of(tmp_path, {"kind": "torus", "shape": [4, 4, 4]}, **TORUS).topology == Torus(
         kind="torus", shape=(4, 4, 4)
     )
@@ -201,7 +202,7 @@ def test_search_leaves_out_sizes_that_a_torus_cannot_have(tmp_path: Path) -> Non
 def test_a_torus_of_fewer_devices_breaks_a_rule(tmp_path: Path) -> None:
     cluster = cluster_of(tmp_path, {"kind": "torus", "shape": [4, 4, 4]}, **TORUS)
     job = job_of("gpt2-124m", {"dp_replicate": 32}, cluster=cluster.with_changes(num_devices=32))
-    [problem] = [one for one in violations(job) if "topology" in one.field]
+    [problem] = [problem for problem in violations(job) if "topology" in problem.field]
     assert is_of(problem, "cluster.topology.shape", "[4, 4, 4]", rule="makes 64 devices")
     with refuses("cluster.topology.shape", rule="makes 64 devices, and the job"):
         fabric_of(job.cluster)

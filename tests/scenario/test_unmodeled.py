@@ -8,6 +8,7 @@ from simplan.errors import NotModelledError, SpecError, did_you_mean
 from simplan.scenario.collecting import _OTHER_WORDS, _SECTIONS
 from simplan.scenario.text import parse_scenario, parse_search
 from simplan.unmodeled import _BY_WORD, _RECORDS
+from tests.support.problems import says
 
 SECTIONS = {
     "model": "preset: gpt2-124m",
@@ -28,16 +29,16 @@ def refusal(section: str, line: str) -> SpecError:
 @pytest.mark.parametrize(
     ("section", "line", "sentence"),
     [
-        ("plan", "zeroplusplus: true", "plan.zeroplusplus: compression of the weights and gradients of ZeRO (ZeRO++) "
-         "is not modeled yet; use plan.compression with plan.dp_replicate"),
-        ("plan", "schedule: pipedream", 'plan.schedule = "pipedream": an asynchronous pipeline is not modeled yet; '),
+        ("plan", "zeroplusplus: true",
+         "plan.zeroplusplus: ... ZeRO (ZeRO++) is not modeled ... use plan.compression with plan.dp_replicate"),
+        ("plan", "schedule: pipedream", 'plan.schedule = "pipedream": ... not modeled'),
     ],
 )  # fmt: skip
 def test_technique_that_is_not_modeled_is_named(section: str, line: str, sentence: str) -> None:
     error = refusal(section, line)
     assert isinstance(error, NotModelledError)
     [problem] = error.problems
-    assert problem.sentence().startswith(sentence)
+    assert says(problem.sentence(), sentence)
     assert problem.line is not None
 
 

@@ -114,7 +114,7 @@ def test_fewer_blocks_are_faster_and_hold_more(software: str) -> None:
 def test_without_it_all_blocks_run_again_or_none() -> None:
     result = found_by(asked_for("torch"), recompute_layers="all", top=50)
     assert all(plan.plan.recompute_layers is None for plan in result.ranked)
-    fastest = min(seconds for one, _, seconds in every("torch") if not one.recompute_layers)
+    fastest = min(seconds for plan, _, seconds in every("torch") if not plan.recompute_layers)
     assert result.best is not None
     assert result.best.step_time_s == pytest.approx(fastest, rel=1e-9)
 
@@ -148,6 +148,6 @@ def test_estimates_are_just_below_the_time_with_one_block_in_every_stage(softwar
     for estimate in estimates:
         better = _in_stages(job, estimate, goal)
         assert estimate.about_s < better.about_s
-        if (most := _most_blocks(job.with_plan(estimate.plan))) > 1:
+        if (max_blocks := _most_blocks(job.with_plan(estimate.plan))) > 1:
             seconds = predict(job.with_plan(estimate.plan.model_copy(update={"recompute_layers": 1}))).step_time_s
-            assert 0.9 < better.about_s / seconds <= 1 / 0.99, most
+            assert 0.9 < better.about_s / seconds <= 1 / 0.99, max_blocks

@@ -44,7 +44,9 @@ def test_equal_workers_have_the_throughput_of_a_closed_form(
 @given(st.lists(_Seconds, min_size=2, max_size=5), _Seconds, st.integers(1, 4))
 @settings(max_examples=40, deadline=None)
 def test_no_worker_is_more_steps_ahead_than_the_bound(compute_s: list[float], update_s: float, bound: int) -> None:
-    bounded, free = (simulate_workers(unequal(compute_s, update_s, max_ahead=most), 20) for most in (bound, None))
+    bounded, free = (
+        simulate_workers(unequal(compute_s, update_s, max_ahead=max_ahead), 20) for max_ahead in (bound, None)
+    )
     assert bounded.most_ahead <= bound
     # a server can be kept busy with updates of fast workers, at the cost of slow ones
     assert bounded.updates_per_s <= free.updates_per_s * (1 + 0.1)

@@ -81,30 +81,30 @@ def run_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     monkeypatch.setenv("PATH", f"{command.parent}{os.pathsep}{os.environ['PATH']}")
     listed = list(snippets(page))
-    for number, one in enumerate(listed):
-        if one.note.startswith("file: "):
-            (folder / one.note.removeprefix("file: ")).write_text(one.text)
-        elif one.language == "yaml" and one.is_run:
-            _read_yaml(one.text, folder, number)
+    for number, snippet in enumerate(listed):
+        if snippet.note.startswith("file: "):
+            (folder / snippet.note.removeprefix("file: ")).write_text(snippet.text)
+        elif snippet.language == "yaml" and snippet.is_run:
+            _read_yaml(snippet.text, folder, number)
     names: dict[str, Any] = {"__name__": "page"}
     printed = ""
-    for one in listed:
-        if one.language == "sh" and one.is_run:
-            whole = "<<'END'" in one.text  # a here-document needs its lines
-            for line in [one.text] if whole else one.text.splitlines():
+    for snippet in listed:
+        if snippet.language == "sh" and snippet.is_run:
+            whole = "<<'END'" in snippet.text  # a here-document needs its lines
+            for line in [snippet.text] if whole else snippet.text.splitlines():
                 if whole or line.startswith("simplan "):
                     code, printed, said = _run_line(line, folder)
                     assert code == 0, f"{line}: {said}"
-        elif one.language == "python":
+        elif snippet.language == "python":
             shown = io.StringIO()
             names["printed"] = printed
             with contextlib.redirect_stdout(shown):
-                exec(_compiled(one.text, f"block {listed.index(one)} of {page}"), names)
-            printed = printed if one.note == "check" else shown.getvalue()
-        if one.figure[0]:
-            assert ElementTree.parse(folder / one.figure[0]).getroot().tag.endswith("svg"), one.note
-        if one.note in ("output", "output: ends", *BEGINNINGS):
-            yield one, printed
+                exec(_compiled(snippet.text, f"block {listed.index(snippet)} of {page}"), names)
+            printed = printed if snippet.note == "check" else shown.getvalue()
+        if snippet.figure[0]:
+            assert ElementTree.parse(folder / snippet.figure[0]).getroot().tag.endswith("svg"), snippet.note
+        if snippet.note in ("output", "output: ends", *BEGINNINGS):
+            yield snippet, printed
 
 
 def _compiled(text: str, name: str) -> CodeType:
@@ -159,8 +159,10 @@ def main(pages: list[str]) -> None:
         file = (DOCS / page).resolve()
         text, start = file.read_text(), 0
         with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as monkeypatch:
-            for one, printed in run_page(page, Path(folder), monkeypatch):
-                old, new = (f"```{one.language}\n{part}```" for part in (one.text, shown_part(one, printed)))
+            for snippet, printed in run_page(page, Path(folder), monkeypatch):
+                old, new = (
+                    f"```{snippet.language}\n{part}```" for part in (snippet.text, shown_part(snippet, printed))
+                )
                 place = text.index(old, start)
                 text, start = text[:place] + new + text[place + len(old) :], place + len(new)
         if text != file.read_text():

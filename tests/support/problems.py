@@ -1,4 +1,4 @@
-"""What is asked of a refusal: field, value, and the words of rule and fix that tell it from others."""
+"""What is asked of a refusal or a note: field, value, and the words of rule and fix that tell it from others."""
 
 from __future__ import annotations
 
@@ -14,6 +14,21 @@ def is_of(problem: Problem, field: str, value: str | None = None, *, rule: str =
     """True for a problem of a field, and of a value if one is asked for, whose rule and fix have these words."""
     asked = field == problem.field and (value is None or value == problem.value)
     return asked and rule in problem.rule and fix in problem.fix
+
+
+def says(text: str, *parts: str) -> bool:
+    """True for a text with these parts in this order: fields, values and fixes, whatever the words between them are.
+
+    >>> says("plan.pp = 5: must divide 12; use 4 or 6", "plan.pp = 5: ... 12; use 4", "6")
+    True
+    """
+    start = 0
+    for piece in " ... ".join(parts).split(" ... "):
+        place = text.find(piece, start)
+        if place < 0:
+            return False
+        start = place + len(piece)
+    return True
 
 
 @contextmanager

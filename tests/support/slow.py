@@ -47,12 +47,12 @@ def long_tests(cpu_s: Mapping[str, float]) -> list[str]:
     def function(test: str) -> str:
         return test.partition("[")[0]
 
-    found = []
+    too_long = []
     for _, cases in groupby(sorted(test for test in cpu_s if not test.startswith(_ALWAYS)), key=function):
         shortest, *others = sorted(cases, key=lambda test: cpu_s[test])
-        found += [test for test in (shortest,) if cpu_s[test] > _LONG_S]
-        found += [test for test in others if cpu_s[test] > _LONG_CASE_S]
-    return sorted(found)
+        too_long += [test for test in (shortest,) if cpu_s[test] > _LONG_S]
+        too_long += [test for test in others if cpu_s[test] > _LONG_CASE_S]
+    return sorted(too_long)
 
 
 if __name__ == "__main__":

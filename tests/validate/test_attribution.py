@@ -154,7 +154,7 @@ def test_a_measured_pipeline_by_hand() -> None:
 def test_a_dropped_rank_waits_and_is_not_on_the_path() -> None:
     """The step has ended with the kept rank, whatever the other one has done until then."""
     prediction = predicted(ParallelPlan(dp_replicate=2), **NAMED)
-    row = [str(each) for each in prediction.table[0]]
+    row = [str(action) for action in prediction.table[0]]
     kept = [action(text, float(number), number + 0.9) for number, text in enumerate(row)]
     cut = [action(row[0], 0.0, 2.0), action(row[-1], 2.5, kept[-1].end_s)]
     measurement = measured(prediction, {0: kept, 1: cut}, {0: [], 1: []}, kept[-1].end_s)

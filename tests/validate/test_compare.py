@@ -192,7 +192,7 @@ def test_replicas_that_train_alone_have_gradients_and_outer_steps_on_two_streams
 @pytest.mark.parametrize("kind", ["send", "recv"])
 def test_transfer_of_another_action_is_refused(kind: Any) -> None:
     """It has no stream: the comparison ended with an error of the program."""
-    with pytest.raises(ValueError, match=f"a {kind} belongs to an action SEND, RECV or OPTIM, and 0F0 is none"):
+    with pytest.raises(ValueError, match=f"{kind} .* SEND, RECV or OPTIM, .*0F0"):
         MeasuredCollective(kind=kind, action="0F0", ranks=(0, 1), num_bytes=8, start_s=0.0)
 
 

@@ -15,6 +15,7 @@ from simplan.runs.measurement import Measurement
 from simplan.validate.compare import compare
 from simplan.validate.logged import compare_logged
 from simplan.validate.logged_run import LoggedRun, parse_measured
+from tests.support.problems import says
 from tests.validate.measuring import measure, predicted
 
 
@@ -48,8 +49,8 @@ def test_step_time_is_that_of_the_full_measurement(prediction: Prediction, facto
 def test_steady_steps(
     times_s: tuple[float, ...], steady: tuple[int, ...], num_warmup: int, outliers: tuple[int, ...]
 ) -> None:
-    found = LoggedRun(step_times_s=times_s).steady
-    assert (found.indices, found.num_warmup, found.outliers) == (steady, num_warmup, outliers)
+    steady_steps = LoggedRun(step_times_s=times_s).steady
+    assert (steady_steps.indices, steady_steps.num_warmup, steady_steps.outliers) == (steady, num_warmup, outliers)
 
 
 def test_parts_are_those_of_the_predicted_critical_path(prediction: Prediction) -> None:
@@ -170,10 +171,8 @@ def test_yaml_and_json_say_the_same(prediction: Prediction) -> None:
 def test_words(prediction: Prediction) -> None:
     slow = LoggedRun(step_times_s=(9.0, *[1.5 * prediction.step_time_s] * 5))
     text = logged_text(compare_logged(prediction.to_json(), slow))
-    assert re.search(
-        r"the difference of -[\d.]+ ms could come from: backward .*\([\d.]+ ms of the step, \+/- \d+ %\)", text
-    )
-    assert "the first step is left out as warm-up: more than 1.1 times the median of the later half" in text
+    assert re.search(r"-[\d.]+ ms .*: backward .*\([\d.]+ ms .*, \+/- \d+ %\)", text)
+    assert says(text, "first step", "warm-up", "1.1 times the median of the later half")
     assert "only `simplan run` can say" in text
     assert "/how-to/troubleshooting/" in text
     as_predicted = LoggedRun(step_time_s=prediction.step_time_s)

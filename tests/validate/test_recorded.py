@@ -19,6 +19,7 @@ from simplan.units import GIB
 from simplan.validate.compare import predicted_communications
 from simplan.validate.logged import LoggedComparison, compare_logged
 from simplan.validate.logged_run import LoggedRun
+from tests.support.problems import says
 from tests.validate.measuring import predicted
 
 GPU: dict[str, Any] = {"backend": "nccl", "device": "NVIDIA A100", "torch": "2.13"}
@@ -93,8 +94,9 @@ def test_collectives_that_were_not_predicted_are_rows_and_counted(prediction: Pr
     assert sent.predicted == 0
     assert sent.measured == pytest.approx(2)
     number = len(before.ranks[0].collectives or ())
-    assert f"all-reduce of 2 ranks: {number + 1} a step on a rank, and {number} are predicted" in comparison.notes
-    assert "broadcast of 2 ranks: 1 a step on a rank, and 0 are predicted" in comparison.notes
+    notes = "\n".join(comparison.notes)
+    assert says(notes, f"all-reduce of 2 ranks: {number + 1} a step", f"{number} are predicted")
+    assert says(notes, "broadcast of 2 ranks: 1 a step", "0 are predicted")
 
 
 def test_recording_without_details_names_what_is_not_compared(prediction: Prediction) -> None:
@@ -103,7 +105,7 @@ def test_recording_without_details_names_what_is_not_compared(prediction: Predic
     assert [row.name for row in comparison.rows] == ["step time"]
     notes = "\n".join(comparison.notes)
     assert "communication is not compared: no step was looked at" in notes
-    assert "parameters and optimizer states are not compared: record(module=..., optimizer=...) tells them" in notes
+    assert says(notes, "parameters and optimizer states are not compared", "record(module=..., optimizer=...)")
     assert "peak memory is not compared" in notes
 
 
@@ -120,9 +122,9 @@ def test_times_and_device_memory_of_another_device_are_left_out(prediction: Pred
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
-        ({"samples_per_step": 8}, "global_batch_size = 8: is in the log, and the predicted job has 4"),
-        ({"num_ranks": 1}, "ranks = 1: were recorded, and the predicted job has 2; predict the job that was run"),
-        ({"environment": CPU, "bare": True}, "only allocated bytes and communication compare; give record(module=...)"),
+        ({"samples_per_step": 8}, "global_batch_size = 8: ... predicted ... 4"),
+        ({"num_ranks": 1}, "ranks = 1: ... predicted ... 2"),
+        ({"environment": CPU, "bare": True}, "allocated ... communication ... give record(module=...)"),
     ],
 )
 def test_recording_of_another_job_is_refused(changes: dict[str, Any], rule: str, prediction: Prediction) -> None:
@@ -131,7 +133,7 @@ def test_recording_of_another_job_is_refused(changes: dict[str, Any], rule: str,
         ranks = tuple(rank.model_copy(update={"peak_memory": PeakMemory(device_bytes=1)}) for rank in ranks)
     with pytest.raises(SpecError) as error:
         compared(prediction, recording_of(prediction, ranks=ranks, **changes))
-    assert rule in str(error.value)
+    assert says(str(error.value), rule)
 
 
 def test_recording_with_ranks_out_of_order_is_refused(prediction: Prediction) -> None:

@@ -69,10 +69,10 @@ def _fragments(parameters: Sequence[nn.Parameter], num_fragments: int, shards: P
             shards have the most elements.
     """
     like = local(parameters[0]).detach()
-    most = torch.tensor([sum(local(parameter).numel() for parameter in parameters)], device=like.device)
+    max_elements = torch.tensor([sum(local(parameter).numel() for parameter in parameters)], device=like.device)
     if shards.group is not None:
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=shards.group)
-    size = -(-int(most) // num_fragments)
+        dist.all_reduce(max_elements, dist.ReduceOp.MAX, group=shards.group)
+    size = -(-int(max_elements) // num_fragments)
     slices: list[list[tuple[nn.Parameter, int, int]]] = [[] for _ in range(num_fragments)]
     start = 0
     for parameter in parameters:
@@ -170,10 +170,10 @@ class OuterSteps:
         Args:
             step: Index of the step in the run.
         """
-        done, beside = step + 1 - self._replication.start_step, self._replication.steps_beside
+        done, overlapped_steps = step + 1 - self._replication.start_step, self._replication.steps_beside
         self.meeting = None
         flying = self._in_flight
-        if flying is not None and flying.number and done == flying.number * self._between + beside:
+        if flying is not None and flying.number and done == flying.number * self._between + overlapped_steps:
             self._in_flight = None
             self._wait(flying)
             self._merge(flying.number, flying.mean)
@@ -224,7 +224,7 @@ class OuterSteps:
             self._recorder.issue(kind, self._peers.ranks, num_bytes, self._action)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-        arrived = self._thread.submit(self._average_beside, flat)
+        arrived = self._thread.submit(self._average_in_thread, flat)
         self._in_flight = _InFlight(number, flat, arrived)
 
     def _sent(self, index: int, num_replicas: int) -> Tensor:
@@ -249,7 +249,7 @@ class OuterSteps:
             with self._recorder.span(self._action):
                 flat.div_(num_replicas)
 
-    def _average_beside(self, flat: Tensor) -> None:
+    def _average_in_thread(self, flat: Tensor) -> None:
         """Averages in the thread, whose collectives were recorded when it got them."""
         unrecorded = replace(self._peers, recorder=None)
         with torch.cuda.stream(self._stream):  # nothing without CUDA

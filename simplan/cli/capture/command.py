@@ -77,7 +77,7 @@ def _of_images(images: int | None, image_size: str | None) -> dict[str, Any]:
         return {} if images is None else {"images": images}
     height, cross, width = image_size.lower().partition("x")
     if not (
-        cross and all(each.isascii() and each.isdigit() and 1 <= int(each) <= _MOST_PIXELS for each in (height, width))
+        cross and all(side.isascii() and side.isdigit() and 1 <= int(side) <= _MOST_PIXELS for side in (height, width))
     ):
         rule, fix = f"must be height and width, from 1 to {_MOST_PIXELS:,} pixels", "write 768x1024"
         raise SpecError(Problem(field="--image-size", value=image_size, rule=rule, fix=fix))

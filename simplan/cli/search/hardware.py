@@ -51,12 +51,12 @@ def read_hardware(texts: Sequence[str]) -> list[Hardware]:
         SpecError: A price is no number, two kinds have one name, or there are none or too many.
     """
     kinds: list[Hardware] = []
-    for text in (part.strip() for each in texts for part in each.split(",")):
+    for text in (part.strip() for kinds_text in texts for part in kinds_text.split(",")):
         name, at, price = (part.strip() for part in text.partition("@"))
         if not name or (at and not _PRICE.fullmatch(price)):
             fix = "write e.g. --hardware '1x RTX 4090 @ 0.35, 2x L40S'"
             raise SpecError(Problem(field="--hardware", value=text, rule="is no KIND or KIND @ PRICE", fix=fix))
-        if name in (each.name for each in kinds):
+        if name in (kind.name for kind in kinds):
             raise SpecError(Problem(field="--hardware", value=name, rule="is given twice", fix="leave one out"))
         kinds.append(Hardware(name, float(price) if at else None))
     if len(kinds) > _MAX_KINDS:

@@ -200,7 +200,7 @@ def read_cp_comm(reading: Reading, key: str) -> None:
     """Put the communication of context parallelism, one for all blocks."""
     value = reading.value(key)
     kinds = value if isinstance(value, list) and value else [value]
-    kind = kinds[0] if all(each == kinds[0] for each in kinds) else kinds
+    kind = kinds[0] if all(comm == kinds[0] for comm in kinds) else kinds
     if not isinstance(kind, str | None) or kind not in CP_COMM:
         reading.refuse(key, "is not modeled yet", f"only {', '.join(filter(None, CP_COMM))} in all blocks is")
         return
@@ -274,9 +274,9 @@ def put_modules(reading: Reading, modules: Sequence[Any], key: str, absent: Cont
         key: Setting that names them.
         absent: Names of modules that no block of the model has.
     """
-    kept = [each for each in dict.fromkeys(modules) if each not in absent]
-    inside = [each for each in kept if each in _INSIDE_MOE] if "moe" in kept else []
-    kept = [each for each in kept if each not in inside]
+    kept = [module for module in dict.fromkeys(modules) if module not in absent]
+    inside = [module for module in kept if module in _INSIDE_MOE] if "moe" in kept else []
+    kept = [module for module in kept if module not in inside]
     if inside:
         reading.not_modeled(
             key, f"{' and '.join(inside)} inside of moe are recomputed once, with it; Megatron does it twice"
@@ -413,7 +413,7 @@ def dense_layers(reading: Reading, key: str, num_layers: Any) -> dict[str, tuple
     value = reading.value(key, 1)
     blocks = value if isinstance(value, list) else []
     if isinstance(value, str):
-        blocks = [int(one) for one, times in _SPAN.findall(value) for _ in range(int(times))]
+        blocks = [int(dense) for dense, times in _SPAN.findall(value) for _ in range(int(times))]
         blocks = blocks if _SPAN.sub("", value).strip("()+ ") == "" else []
     if value in (1, None):
         return {}
@@ -526,7 +526,9 @@ def read_adapters(reading: Reading, prefix: str) -> None:
         reading.refuse(section, "is not modeled yet", "only LoRA is: give its _target_ and dim")
         return
     kind, rank, targets = (reading.value(f"{prefix}{name}") for name in ("_target_", "dim", "target_modules"))
-    others = [key for key, each in reading.settings.items() if key.startswith(prefix) and each.value not in (None, [])]
+    others = [
+        key for key, setting in reading.settings.items() if key.startswith(prefix) and setting.value not in (None, [])
+    ]
     if word != "lora" and not others:
         return
     if kind is not None and not str(kind).endswith(".LoRA"):
@@ -543,7 +545,7 @@ def read_adapters(reading: Reading, prefix: str) -> None:
         return
     put_adapters(
         reading,
-        key=next((each for each in (f"{prefix}_target_", f"{prefix}dim") if each in reading), section),
+        key=next((candidate for candidate in (f"{prefix}_target_", f"{prefix}dim") if candidate in reading), section),
         rank=(rank, f"{prefix}dim") if rank is not None else (32, "LoRA's default"),
         modules=targets if isinstance(targets, list) else LORA_TARGETS["all"],
         modules_key=f"{prefix}target_modules" if targets is not None else "LoRA's default",

@@ -194,7 +194,7 @@ def _put_precision(reading: Reading) -> None:
         reading.put("training.fp8_recipe", "delayed", "Transformer Engine's delayed scaling is NeMo 1.x's only recipe")
         return
     reading.no_effect(fp8)
-    said = next((each for each in (key, "model.precision") if each in reading), _ORIGIN)
+    said = next((candidate for candidate in (key, "model.precision") if candidate in reading), _ORIGIN)
     reading.put("training.precision", precision, said)
 
 
@@ -243,12 +243,12 @@ def _sizes(reading: Reading, *, experts: bool, gated: bool) -> tuple[dict[str, s
     more = core.window(reading, "model.window_size")
     width, hidden = "intermediate_size", reading.value("model.hidden_size")
     if experts:
-        own = reading.value("model.moe_ffn_hidden_size") is not None
+        has_expert_size = reading.value("model.moe_ffn_hidden_size") is not None
         keys |= {
             "num_experts": "model.num_moe_experts",
             "top_k": "model.moe_router_topk",
-            "moe_intermediate_size": "model.moe_ffn_hidden_size" if own else "model.ffn_hidden_size",
-            **({"intermediate_size": "model.ffn_hidden_size"} if own else {}),
+            "moe_intermediate_size": "model.moe_ffn_hidden_size" if has_expert_size else "model.ffn_hidden_size",
+            **({"intermediate_size": "model.ffn_hidden_size"} if has_expert_size else {}),
             "shared_expert_intermediate_size": "model.moe_shared_expert_intermediate_size",
             "shared_expert_gate": "model.moe_shared_expert_gate",
         }
@@ -387,11 +387,11 @@ def _put_rest(reading: Reading, degrees: dict[str, int]) -> None:
     """Note what the prediction leaves out, and what has no effect."""
 
     def moved(key: str) -> str:
-        section = next((each for each in _SECTIONS if key.startswith(each)), "")
+        section = next((prefix for prefix in _SECTIONS if key.startswith(prefix)), "")
         return _SECTIONS.get(section, "") + key.removeprefix(section)
 
     known = [moved(key) for key in names_without_effect("bridge") if key.startswith(tuple(_SECTIONS))]
-    not_modeled = {moved(key): each for key, each in tables("bridge")["not_modeled"].items()}
+    not_modeled = {moved(key): why for key, why in tables("bridge")["not_modeled"].items()}
     names = [*names_without_effect("nemo_2"), *known]
     core.sort_rest(reading, {"not_modeled": not_modeled}, names, degrees)
 

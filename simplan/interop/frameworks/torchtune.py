@@ -66,8 +66,8 @@ def _read(file: ConfigFile) -> Configuration:
 
 
 def _table(name: str) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = tables("torchtune")[name]
-    return found
+    words: Mapping[str, Any] = tables("torchtune")[name]
+    return words
 
 
 def _note(reading: Reading) -> None:

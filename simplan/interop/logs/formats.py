@@ -102,10 +102,10 @@ def _unzipped(content: bytes, file: str) -> bytes:
     """Content of a gzip file, up to the size of a trace."""
     unzip = zlib.decompressobj(wbits=31)
     try:
-        found = unzip.decompress(content, MAX_TRACE_BYTES + 1)
+        text = unzip.decompress(content, MAX_TRACE_BYTES + 1)
     except zlib.error:
         raise file_error(file, "is a damaged gzip file", "compress it again") from None
-    if len(found) > MAX_TRACE_BYTES:
+    if len(text) > MAX_TRACE_BYTES:
         rule = f"is more than {MAX_TRACE_BYTES // 2**20} MiB unpacked"
         raise file_error(file, rule, "profile fewer steps, without with_stack")
-    return found
+    return text

@@ -104,8 +104,8 @@ _TRAINER_BATCH = re.compile(
 
 def _read_megatron(text: str) -> LogReading | None:
     """Read iteration lines and memory reports; None if there are none."""
-    found = (_ITERATION.match(text, at.start(), at.start() + _MAX_LINE) for at in _ITERATION_WORD.finditer(text))
-    matches = [match for match in found if match is not None]
+    candidates = (_ITERATION.match(text, at.start(), at.start() + _MAX_LINE) for at in _ITERATION_WORD.finditer(text))
+    matches = [match for match in candidates if match is not None]
     scales = {"ms": 1e-3, "s": 1.0}
     steps = each_once([LoggedStep(int(m[1]), number(m[3]) * scales[m[2]], m.start(), m.end()) for m in matches])
     is_bridge = _STEP_TIME.search(text) is not None
@@ -133,21 +133,21 @@ def _read_megatron(text: str) -> LogReading | None:
 
 def _after(line: str) -> dict[str, float]:
     """Batch, sequence length and throughput in the line of a step."""
-    return {name: number(found[1]) for name, pattern in _AFTER_ITERATION.items() if (found := pattern.search(line))}
+    return {name: number(match[1]) for name, pattern in _AFTER_ITERATION.items() if (match := pattern.search(line))}
 
 
 def _common(rows: Sequence[dict[str, float]]) -> dict[str, Any]:
     """Sizes that all lines have, and typical throughputs."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name in _AFTER_ITERATION:
         values = [row[name] for row in rows if row.get(name, 0.0) > 0]
         if not values:
             continue
         if name in ("global_batch_size", "seq_len"):
-            found |= {name: int(values[0])} if len({*values}) == 1 else {}
+            fields |= {name: int(values[0])} if len({*values}) == 1 else {}
         elif (rate := typical(values)) is not None:
-            found[name] = (rate,)
-    return found
+            fields[name] = (rate,)
+    return fields
 
 
 def _megatron_peaks(text: str) -> dict[str, Any]:
@@ -183,16 +183,16 @@ def _read_nemo(text: str) -> LogReading | None:
     for start, end in lines_with(text, "train_step_timing in s"):
         line = text[start:end]
         if timing := _NEMO_TIMING.search(line):
-            place = next((found for pattern in _NEMO_NUMBERS if (found := pattern.search(line))), None)
+            place = next((match for pattern in _NEMO_NUMBERS if (match := pattern.search(line))), None)
             step = len(steps) + 1 if place is None else int(number(place[1]))
             steps.append(LoggedStep(step, number(timing[1]), start, end))
             for field, pattern in _NEMO_PEAKS.items():
-                if found := pattern.search(line):
-                    peaks[field] = max(peaks.get(field, 0.0), number(found[1]) / GIB)
-            if found := _NEMO_BATCH.search(line):
-                others["global_batch_size"] = max(1, int(found[1]))
-            if found := _NEMO_TOKENS.search(line):
-                tokens.append(number(found[1]))
+                if match := pattern.search(line):
+                    peaks[field] = max(peaks.get(field, 0.0), number(match[1]) / GIB)
+            if match := _NEMO_BATCH.search(line):
+                others["global_batch_size"] = max(1, int(match[1]))
+            if match := _NEMO_TOKENS.search(line):
+                tokens.append(number(match[1]))
     kept = each_once(steps)
     if not kept:
         return _nemo_bars(text)
@@ -274,13 +274,13 @@ def _timer(text: str, matches: Sequence[re.Match[str]], others: dict[str, Any]) 
 def _between_lines(text: str, steps: Sequence[LoggedStep]) -> tuple[LoggedStep, ...]:
     """Seconds per step since the previous line, by the time stamps of the lines; empty unless all lines have one."""
     times = [_stamp(text, step) for step in steps]
-    found = []
+    timed_steps = []
     for (before, start), (step, end) in pairwise(zip(steps, times, strict=True)):
         if start is None or end is None or end <= start or step.number <= before.number:
             return ()
         seconds = (end - start).total_seconds() / (step.number - before.number)
-        found.append(LoggedStep(step.number, seconds, step.start, step.end))
-    return tuple(found)
+        timed_steps.append(LoggedStep(step.number, seconds, step.start, step.end))
+    return tuple(timed_steps)
 
 
 def _stamp(text: str, step: LoggedStep) -> datetime | None:
@@ -307,10 +307,10 @@ def read_trainer_state(data: Mapping[str, Any], file: str) -> LogReading:
     ended = next((entry for entry in reversed(history) if "train_runtime" in entry), data)
     runtime_s, steps_per_s = (_number(ended.get(f"train_{name}")) for name in ("runtime", "steps_per_second"))
     steps = _number(ended.get("step")) or _number(data.get("global_step"))
-    found = _trainer_reading("`train_runtime`", runtime_s, steps, steps_per_s)
-    if found is None:
+    reading = _trainer_reading("`train_runtime`", runtime_s, steps, steps_per_s)
+    if reading is None:
         raise _without_times(file, runtime_s)
-    return found
+    return reading
 
 
 def _read_trainer(text: str) -> LogReading | None:
@@ -325,23 +325,23 @@ def _read_trainer(text: str) -> LogReading | None:
         if not steps:  # evaluation has bars of its own
             near = [done for done, seconds in whole if abs(seconds - runtime_s) <= 2 + 0.02 * runtime_s]
             steps = float(near[-1]) if near else 0.0
-        found = _trainer_reading("`train_runtime`", runtime_s, steps, number(metrics.get("steps_per_second", "")))
-        return None if found is None else _with_batch(found, text)
+        reading = _trainer_reading("`train_runtime`", runtime_s, steps, number(metrics.get("steps_per_second", "")))
+        return None if reading is None else _with_batch(reading, text)
     if "Running training" not in text and "'loss'" not in text:
         return None  # any program may draw a progress bar
     done, _, seconds = max(bars, default=(0, 0, 0.0))
     if not done or not seconds:
         return None
-    found = _trainer_reading("the last progress bar", seconds, float(done), 0.0)
-    return None if found is None else _with_batch(found, text)
+    reading = _trainer_reading("the last progress bar", seconds, float(done), 0.0)
+    return None if reading is None else _with_batch(reading, text)
 
 
-def _with_batch(found: LogReading, text: str) -> LogReading:
+def _with_batch(reading: LogReading, text: str) -> LogReading:
     sizes = {int(number(size)) for size in _TRAINER_BATCH.findall(text)}
     if len(sizes) != 1 or not min(sizes):
-        return found
-    others = {**found.others, "global_batch_size": sizes.pop()}
-    return LogReading(found.title, found.lines, others=others, notes=found.notes)
+        return reading
+    others = {**reading.others, "global_batch_size": sizes.pop()}
+    return LogReading(reading.title, reading.lines, others=others, notes=reading.notes)
 
 
 def _trainer_reading(lines: str, runtime_s: float, steps: float, steps_per_s: float) -> LogReading | None:

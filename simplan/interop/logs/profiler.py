@@ -52,8 +52,8 @@ def read_trace(data: Mapping[str, Any], file: str) -> LogReading:
     begins = [steps[number][0] for number in numbers]
     end_us = max(end for _, end in steps.values())
     times_s = [(after - start) * _US for start, after in zip(begins, [*begins[1:], end_us], strict=True)]
-    found = [LoggedStep(n, time_s, 0, 0) for n, time_s in zip(numbers, times_s, strict=True) if time_s > 0]
-    if not found:
+    logged_steps = [LoggedStep(n, time_s, 0, 0) for n, time_s in zip(numbers, times_s, strict=True) if time_s > 0]
+    if not logged_steps:
         raise file_error(file, "has ProfilerStep# spans without a duration", "profile again")
     others: dict[str, Any] = dict(_peaks(events))
     memory_notes = [] if others or not _has_cpu_memory(events) else [_CPU_MEMORY]
@@ -66,7 +66,7 @@ def read_trace(data: Mapping[str, Any], file: str) -> LogReading:
         others["gpu_time"] = gpu_time
         device = "CPU" if gpu_time.idle_s is None else "GPU"
         notes.append(f"{device} time is the mean over {counted(len(numbers), 'profiled step')} of one process")
-    return LogReading("torch.profiler", "`ProfilerStep`", "step_times_s", found, others, (*notes, *memory_notes))
+    return LogReading("torch.profiler", "`ProfilerStep`", "step_times_s", logged_steps, others, (*notes, *memory_notes))
 
 
 def _complete(events: Iterable[dict[str, Any]]) -> Iterator[tuple[str, str, float, float, Any]]:
@@ -84,12 +84,12 @@ def _steps(
     events: Iterable[tuple[str, str, float, float, Any]], category: str | None
 ) -> dict[int, tuple[float, float]]:
     """Start and end of every profiled step, by its number; the device has one span for every stream."""
-    found: dict[int, tuple[float, float]] = {}
+    bounds_of: dict[int, tuple[float, float]] = {}
     for name, kind, start, end, _ in events:
         if (category is None or kind == category) and (step := _STEP.match(name)):
-            first, last = found.get(int(step[1]), (start, end))
-            found[int(step[1])] = (min(first, start), max(last, end))
-    return found
+            first, last = bounds_of.get(int(step[1]), (start, end))
+            bounds_of[int(step[1])] = (min(first, start), max(last, end))
+    return bounds_of
 
 
 def _gpu_time(
@@ -189,8 +189,8 @@ def _peaks(events: Iterable[dict[str, Any]]) -> Iterator[tuple[str, tuple[float,
 
 def _has_cpu_memory(events: Iterable[dict[str, Any]]) -> bool:
     """True for a trace with profile_memory of a process that allocated on the CPU (device type 0)."""
-    found = (event.get("args") for event in events if event.get("name") == "[memory]")
-    return any(isinstance(args, dict) and args.get("Device Type") == 0 for args in found)
+    arguments = (event.get("args") for event in events if event.get("name") == "[memory]")
+    return any(isinstance(args, dict) and args.get("Device Type") == 0 for args in arguments)
 
 
 def _rank(data: Mapping[str, Any]) -> int | None:

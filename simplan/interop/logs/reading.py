@@ -79,14 +79,14 @@ class LogReading:
     def _interruptions(self, text: str) -> dict[int, str]:
         """Interruptions by the number of the step after them: ``checkpoint``, ``evaluation`` or both."""
         is_time = self.quantity == "step_times_s"
-        found = {}
+        causes_of = {}
         for index in steady_steps([step.value if is_time else 1 / step.value for step in self.steps]).outliers:
             before, step = self.steps[index - 1], self.steps[index]
             between = text[max(before.end, step.start - _MAX_GAP) : step.start]
             causes = [cause for cause, pattern in _INTERRUPTIONS.items() if pattern.search(between)]
             if index and causes:
-                found[step.number] = " and ".join(causes)
-        return found
+                causes_of[step.number] = " and ".join(causes)
+        return causes_of
 
 
 def lines_with(text: str, literal: str) -> Iterator[tuple[int, int]]:

@@ -162,5 +162,5 @@ def _band(x: float, y: float, width: float, height: float) -> Element:
 
 def _clipped(name: str, width: float) -> str:
     """The name, or its end if it is too long for the panel."""
-    name, most = clean(name), int(width / _LETTER_PX)
-    return name if len(name) <= most else "…" + name[1 - most :]
+    name, max_letters = clean(name), int(width / _LETTER_PX)
+    return name if len(name) <= max_letters else "…" + name[1 - max_letters :]

@@ -121,7 +121,7 @@ def _legend(drawing: PipelineDrawing) -> Iterator[str]:
     yield from notes(drawing)
 
 
-def _too_narrow(drawing: PipelineDrawing, columns: int, beside: int) -> Iterator[str]:
+def _too_narrow(drawing: PipelineDrawing, columns: int, margin: int) -> Iterator[str]:
     """Note on boxes or labels that do not fit the width, with a sufficient width."""
     widths = [len(_cells(box, drawing, columns)) for box in drawing.boxes]
     rooms = [
@@ -132,7 +132,7 @@ def _too_narrow(drawing: PipelineDrawing, columns: int, beside: int) -> Iterator
     if not missing and not short:
         return
     needed = max(room / box.duration_s for room, box in zip(rooms, drawing.boxes, strict=True))
-    enough = math.ceil(needed * drawing.step_time_s) + beside
+    enough = math.ceil(needed * drawing.step_time_s) + margin
     advice = f"--width {enough} or -o FILE.svg" if enough <= _WIDEST_ADVICE else "-o FILE.svg"
     parts = [
         f"{missing} of {len(widths)} boxes are narrower than a column and not drawn" if missing else "",

@@ -126,8 +126,8 @@ def _apart(wanted: Sequence[float], distance: float, low: float, high: float) ->
             mean, number = (mean * number + other * count) / (number + count), number + count
         blocks.append((mean, number))
     flat = [mean for mean, number in blocks for _ in range(number)]
-    most = high - (len(wanted) - 1) * distance
-    return [min(max(place, low), most) + index * distance for index, place in enumerate(flat)]
+    last_place = high - (len(wanted) - 1) * distance
+    return [min(max(place, low), last_place) + index * distance for index, place in enumerate(flat)]
 
 
 def _cables(
@@ -171,8 +171,8 @@ def _box(middle: float, top: float, name: str) -> Element:
     group = Element("g")
     ElementTree.SubElement(group, "title").text = name
     group.append(rect(middle - _BOX / 2, top, _BOX, 26, _SWITCH))
-    most = int(_BOX / _LETTER_PX)
-    group.append(text(middle, top + 17, shortened(name, most), size=11, on=_SWITCH, anchor="middle"))
+    max_letters = int(_BOX / _LETTER_PX)
+    group.append(text(middle, top + 17, shortened(name, max_letters), size=11, on=_SWITCH, anchor="middle"))
     return group
 
 

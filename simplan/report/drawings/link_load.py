@@ -166,16 +166,16 @@ def load_color(share: float) -> str:
     return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in zip(low, high, strict=True))
 
 
-def short_link_name(name: str, most: int = _MAX_NAME) -> str:
-    """Name of at most so many characters, with both ends of the link.
+def short_link_name(name: str, max_letters: int = _MAX_NAME) -> str:
+    """Name of at most ``max_letters`` characters, with both ends of the link.
 
     >>> short_link_name("pod0.aggregation1 -> pod0.core12", 24)
     'pod0.…ion1 -> pod0.…re12'
     """
-    if len(name) <= most:
+    if len(name) <= max_letters:
         return name
     ends = name.split(" -> ")
-    return " -> ".join(shortened(end, (most - 4 * (len(ends) - 1)) // len(ends)) for end in ends)
+    return " -> ".join(shortened(end, (max_letters - 4 * (len(ends) - 1)) // len(ends)) for end in ends)
 
 
 def _chunks(values: tuple[float, ...], size: int) -> list[tuple[float, ...]]:

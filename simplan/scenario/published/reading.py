@@ -93,8 +93,10 @@ def _read(document: Document, file: str, folder: Path | None) -> ReadFile:
         return ReadFile(file, None)
     if has_former_schema(data):
         conversions = enumerate(converted(document, file))
-        return ReadFile(file, tuple(_converted(number, *each, document, file) for number, each in conversions))
-    return ReadFile(file, tuple(_run(each, file, folder) for each in run_documents(document, file)))
+        return ReadFile(
+            file, tuple(_converted(number, *run_and_notes, document, file) for number, run_and_notes in conversions)
+        )
+    return ReadFile(file, tuple(_run(run, file, folder) for run in run_documents(document, file)))
 
 
 def run_documents(document: Document, file: str) -> Iterator[Document]:

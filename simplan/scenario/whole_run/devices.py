@@ -92,6 +92,6 @@ def _about(scenario: Scenario, runs: Sequence[RunOnDevices]) -> list[str]:
         )
     optimizer = scenario.job.training.optimizer
     rule = learning_rate_rule(optimizer)
-    most = rule.factor(batches[-1] / batches[0])
-    sentences.append(f"the learning rate of {optimizer} grows {rule.sentence}; here {most:.3g} times")
+    factor = rule.factor(batches[-1] / batches[0])
+    sentences.append(f"the learning rate of {optimizer} grows {rule.sentence}; here {factor:.3g} times")
     return sentences

@@ -187,11 +187,11 @@ def _spot(spot: Spot, scenario: Scenario) -> dict[str, Any]:
 
 def _check_trace(setup: RunSetup, scenario: Scenario) -> None:
     """Check that a trace once has enough nodes for the job to start."""
-    most, least = max(setup.trace_nodes, default=setup.num_nodes), setup.sizes[-1].num_nodes
-    if setup.on_demand or most >= least:
+    most_nodes, least = max(setup.trace_nodes, default=setup.num_nodes), setup.sizes[-1].num_nodes
+    if setup.on_demand or most_nodes >= least:
         return
     whole = f"the {setup.num_nodes} nodes of the job" if least == setup.num_nodes else f"{least} nodes, the fewest,"
-    rule = f"never has {whole} at one time: it has {most} at most"
+    rule = f"never has {whole} at one time: it has {most_nodes} at most"
     fix = "use fewer nodes, recovery.policy: shrink, or fallback: on_demand"
     trace = scenario.whole_run.spot.trace if scenario.whole_run and scenario.whole_run.spot else None
     raise SpecError(Problem(field="spot.trace", value=f'"{trace}"', rule=rule, fix=fix), file=scenario.file)

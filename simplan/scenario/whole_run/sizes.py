@@ -46,11 +46,11 @@ def _smaller_plans(scenario: Scenario, min_nodes: int | None, predict: Predict) 
     if min_nodes is not None:
         _check_min_nodes(scenario, min_nodes)
     smaller, _ = scenarios_on_fewer(scenario, min_nodes or 1)
-    predictions = {number: predict(each) for number, each in smaller.items()}
+    predictions = {number: predict(other) for number, other in smaller.items()}
     return [
-        Size(num_nodes=number, step_s=each.step_time_s)
-        for number, each in predictions.items()
-        if each.fits is not False and each.host_fits is not False
+        Size(num_nodes=number, step_s=prediction.step_time_s)
+        for number, prediction in predictions.items()
+        if prediction.fits is not False and prediction.host_fits is not False
     ]
 
 

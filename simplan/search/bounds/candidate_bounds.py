@@ -11,7 +11,7 @@ from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.plan.schedules import SCHEDULE_FACTS, stage_ranks
-from simplan.search.bounds.layer_sums import Floats, Layers, LayersCache, Pipeline, Way
+from simplan.search.bounds.layer_sums import Floats, LayerConfiguration, Layers, LayersCache, Pipeline
 from simplan.search.bounds.memory_bound import MemoryBound, whole_bytes
 from simplan.search.bounds.replicas import Replica, replicas_of
 from simplan.search.bounds.step_time_bound import StepTimeBound
@@ -99,16 +99,16 @@ class Bounds:
         order = np.argsort(place.reshape(-1), kind="stable")
         for here in np.split(order, np.flatnonzero(np.diff(place.reshape(-1)[order])) + 1) if len(rows) else ():
             part = rows.take(here)
-            pipeline, ways = self._pipeline(part, which[here], replicas)
-            of_part = whole_bytes(self._memory.bytes(part, pipeline, ways) * self._least_scales(pipeline)[ways])
+            pipeline, configs = self._pipeline(part, which[here], replicas)
+            of_part = whole_bytes(self._memory.bytes(part, pipeline, configs) * self._least_scales(pipeline)[configs])
             if not pipeline.has_split:
-                self._reject_by_first_split(part, pipeline, ways, of_part, limit)
+                self._reject_by_first_split(part, pipeline, configs, of_part, limit)
             num_bytes[here] = of_part
             near = np.flatnonzero(of_part <= limit)
             if len(near):
                 if self._times is None:
                     self._times = StepTimeBound(self._job, self._layers.cost_cache(part.plan(0)))
-                used, index = np.unique(ways[near], return_inverse=True)
+                used, index = np.unique(configs[near], return_inverse=True)
                 seconds[here[near]] = self._times.seconds(part.take(near), pipeline.take(used), index.reshape(-1))
         return Bounded(num_bytes, seconds)
 
@@ -121,25 +121,25 @@ class Bounds:
             columns += [rows[name] for name in _MESH]
         if self._layers.in_low_precision:
             columns.append(self._job.training.global_batch_size // (rows.dp * rows["microbatch_size"]))
-        numbers, first, ways = np.unique(np.stack(columns), axis=1, return_index=True, return_inverse=True)
+        numbers, first, configs = np.unique(np.stack(columns), axis=1, return_index=True, return_inverse=True)
         if self._is_uniform(rows):
-            pipelines = self._uniform_ways(rows, first, numbers)
+            pipelines = self._uniform_configs(rows, first, numbers)
         else:
             plans = [rows.plan(row) for row in first.tolist()]
             numbers_of_replicas = which[first].tolist()
             pipelines = [
-                self._way(plan, replicas[number] or replicas_of(self._job.with_plan(plan))[0])
+                self._config(plan, replicas[number] or replicas_of(self._job.with_plan(plan))[0])
                 for plan, number in zip(plans, numbers_of_replicas, strict=True)
             ]
         plan = rows.plan(0)
         placement = stage_ranks(plan.schedule, plan.pp, plan.num_stages) or ()
-        return Pipeline.of(pipelines, placement, splits=bool(self._splits[rows["schedule"][0]])), ways.reshape(-1)
+        return Pipeline.of(pipelines, placement, splits=bool(self._splits[rows["schedule"][0]])), configs.reshape(-1)
 
     def _is_uniform(self, rows: Candidates) -> bool:
         """True if layers do not depend on the mesh: equal nodes, and ranks in the order of the mesh."""
         return not self._job.cluster.is_mixed and not rows["placement"].any()
 
-    def _uniform_ways(self, rows: Candidates, first: Column, numbers: Column) -> list[Way]:
+    def _uniform_configs(self, rows: Candidates, first: Column, numbers: Column) -> list[LayerConfiguration]:
         """Layer configurations of some rows on equal nodes; most are known from other pipelines.
 
         Args:
@@ -159,19 +159,22 @@ class Bounds:
             uniform.append(layers)
         devices = tuple(range(0, cluster.num_devices, width))
         plan = rows.plan(0)
-        return [Way([layers] * num_ranks, devices, self._layers.boundaries(plan, layers)) for layers in uniform]
+        return [
+            LayerConfiguration([layers] * num_ranks, devices, self._layers.boundaries(plan, layers))
+            for layers in uniform
+        ]
 
-    def _way(self, plan: ParallelPlan, replica: Replica) -> Way:
+    def _config(self, plan: ParallelPlan, replica: Replica) -> LayerConfiguration:
         """Layer configuration of a plan on the devices of a replica."""
         cluster = self._job.cluster
         groups = [cluster.group_of(device) if cluster.is_mixed else None for device in replica.devices]
         by_group = {group: self._layers.layers(plan, replica.microbatch_size, group) for group in {*groups}}
         ranks = [by_group[group] for group in groups]
         first = self._layers.first_boundaries(plan, ranks) if cluster.is_mixed else None
-        return Way(ranks, replica.devices, self._layers.boundaries(plan, ranks[0]), first)
+        return LayerConfiguration(ranks, replica.devices, self._layers.boundaries(plan, ranks[0]), first)
 
     def _reject_by_first_split(
-        self, rows: Candidates, pipeline: Pipeline, ways: Column, num_bytes: Column, limit: float
+        self, rows: Candidates, pipeline: Pipeline, configs: Column, num_bytes: Column, limit: float
     ) -> None:
         """Raise the memory bounds of plans that keep the split of layers that is tried first, and do not fit with it.
 
@@ -179,21 +182,21 @@ class Bounds:
         or so many that no split is left, the first split stays.
 
         Args:
-            rows, pipeline, ways: Plans whose split of layers is unknown.
+            rows, pipeline, configs: Plans whose split of layers is unknown.
             num_bytes: ``(rows,)`` Memory bounds; updated.
             limit: Memory bound up to which a bound is raised.
         """
         if (largest := self._job.cluster.largest_memory_bytes) is None:
             return
-        known = np.array([way.first_boundaries is not None for way in pipeline.ways])
-        here = np.flatnonzero((num_bytes <= limit) & known[ways])
+        known = np.array([config.first_boundaries is not None for config in pipeline.configs])
+        here = np.flatnonzero((num_bytes <= limit) & known[configs])
         if not len(here):
             return
-        used, index = np.unique(ways[here], return_inverse=True)
-        tried, index, plan = [pipeline.ways[way] for way in used.tolist()], index.reshape(-1), rows.plan(0)
-        splits = np.array([way.first_boundaries for way in tried])
+        used, index = np.unique(configs[here], return_inverse=True)
+        tried, index, plan = [pipeline.configs[config] for config in used.tolist()], index.reshape(-1), rows.plan(0)
+        splits = np.array([config.first_boundaries for config in tried])
         placement = np.array(stage_ranks(plan.schedule, plan.pp, plan.num_stages) or range(plan.num_stages))
-        first = [way._replace(boundaries=split) for way, split in zip(tried, splits, strict=True)]
+        first = [config._replace(boundaries=split) for config, split in zip(tried, splits, strict=True)]
         tensors, wanted = self._memory.of_ranks(rows.take(here), Pipeline(first, placement, pipeline.splits), index)
         device_bytes = self._device_bytes(tried)[index]
         blocks, model = np.diff(splits, axis=1)[index], self._job.model
@@ -201,20 +204,20 @@ class Bounds:
         blocks[:, -1] -= model.num_last_layers
         lacking = np.maximum(0, 1 - device_bytes / tensors)[:, placement]
         fewer = np.maximum(1, blocks - np.maximum(1, np.ceil(blocks * lacking)))
-        most = np.where(lacking > 0, fewer, model.num_blocks)
-        stays = (most.sum(axis=1) < model.num_blocks) | (most == blocks).all(axis=1)
+        max_blocks = np.where(lacking > 0, fewer, model.num_blocks)
+        stays = (max_blocks.sum(axis=1) < model.num_blocks) | (max_blocks == blocks).all(axis=1)
         of_largest = wanted * (largest / device_bytes)
         num_bytes[here[stays]] = np.maximum(num_bytes[here], whole_bytes(of_largest.max(axis=1)))[stays]
 
     def _least_scales(self, pipeline: Pipeline) -> Floats:
-        """``(ways,)`` Memory of the largest device over that of the largest one in the pipeline."""
+        """``(configs,)`` Memory of the largest device over that of the largest one in the pipeline."""
         largest = self._job.cluster.largest_memory_bytes
         if not self._job.cluster.is_mixed or largest is None:
-            return np.ones(len(pipeline.ways))
-        return np.asarray(largest / self._device_bytes(pipeline.ways).max(axis=1))
+            return np.ones(len(pipeline.configs))
+        return np.asarray(largest / self._device_bytes(pipeline.configs).max(axis=1))
 
-    def _device_bytes(self, ways: Sequence[Way]) -> Floats:
-        """``(ways, ranks)`` Memory of devices."""
+    def _device_bytes(self, configs: Sequence[LayerConfiguration]) -> Floats:
+        """``(configs, ranks)`` Memory of devices."""
         cluster = self._job.cluster
-        sizes = ([cluster.device_of(device).memory_bytes or np.inf for device in way.devices] for way in ways)
+        sizes = ([cluster.device_of(device).memory_bytes or np.inf for device in config.devices] for config in configs)
         return np.asarray([*sizes], np.float64)

@@ -133,8 +133,8 @@ def _instants(schedule: str, pp: int, num_microbatches: int, virtual_stages: int
     all_began = backwards[backwards > first.max()][:1]
     num_forwards = int((kinds == _F).sum())
     forwards_first = bool(np.all(kinds[:num_forwards] == _F))
-    most = {time for numbers in (under_way, unfinished, with_gradients) for time in _peaks(numbers)}
-    times = sorted({int(backwards[0]), *most, *all_began.tolist(), int(last.min())})
+    peak_times = {time for numbers in (under_way, unfinished, with_gradients) for time in _peaks(numbers)}
+    times = sorted({int(backwards[0]), *peak_times, *all_began.tolist(), int(last.min())})
     done = [
         np.stack([np.bincount(place[:t][kinds[:t] == kind], minlength=len(stages_of_rank)) for t in times])
         for kind in range(4)

@@ -87,7 +87,7 @@ class LayerTimes(NamedTuple):
 
 
 class StageBytes(NamedTuple):
-    """Memory of each stage for one microbatch, ``(ways, stages)``; a way is a layer configuration.
+    """Memory of each stage for one microbatch, ``(configs, stages)``; a config is a layer configuration.
 
     Attributes:
         trained, experts, frozen: Weight elements, tied weights counted once: trained except expert-parallel ones;
@@ -114,7 +114,7 @@ class StageBytes(NamedTuple):
 
 
 class BoundStageTimes(NamedTuple):
-    """Times of each stage for one microbatch, ``(ways, stages)``.
+    """Times of each stage for one microbatch, ``(configs, stages)``.
 
     Attributes:
         forward_s, backward_s: Seconds of a pass, including the exposed collectives inside layers.
@@ -214,7 +214,7 @@ class Layers:
         return np.array(rows, np.float64).T
 
 
-class Way(NamedTuple):
+class LayerConfiguration(NamedTuple):
     """A layer configuration of a pipeline.
 
     Attributes:
@@ -254,42 +254,46 @@ class Pipeline:
     """Pipeline shared by a set of plans: its ranks, stages, placement, and split or unsplit backward.
 
     Attributes:
-        ways: Layer configurations.
+        configs: Layer configurations.
         placement: ``(stages,)`` Pipeline rank of each stage.
         splits: True if backward is split into dgrad and wgrad.
     """
 
-    ways: Sequence[Way]
+    configs: Sequence[LayerConfiguration]
     placement: NDArray[np.int64]
     splits: bool
 
     @classmethod
-    def of(cls, ways: Sequence[Way], placement: Sequence[int], *, splits: bool) -> Pipeline:
+    def of(cls, configs: Sequence[LayerConfiguration], placement: Sequence[int], *, splits: bool) -> Pipeline:
         """Make the pipeline of some layer configurations, which all have a known split of layers or none."""
-        num_stages, num_ranks = len(ways[0].boundaries) - 1, len(ways[0].devices)
-        return cls(ways, np.array(placement) if num_stages >= num_ranks else np.arange(num_ranks), splits)
+        num_stages, num_ranks = len(configs[0].boundaries) - 1, len(configs[0].devices)
+        return cls(configs, np.array(placement) if num_stages >= num_ranks else np.arange(num_ranks), splits)
 
     @cached_property
     def stages(self) -> StageBytes:
         """Memory of the stages, by layer configuration."""
-        return StageBytes(*np.stack([way.stages(self.placement, lambda of: of.bytes) for way in self.ways], axis=1))
+        return StageBytes(
+            *np.stack([config.stages(self.placement, lambda of: of.bytes) for config in self.configs], axis=1)
+        )
 
     @cached_property
     def layers(self) -> StageBytes:
-        """Memory of the single layers in place of stages, ``(ways, layers)``."""
-        starts = np.arange(self.ways[0].boundaries[-1])
-        return StageBytes(*np.stack([way.ranks[0].bytes.of_stages(starts, starts + 1) for way in self.ways], axis=1))
+        """Memory of the single layers in place of stages, ``(configs, layers)``."""
+        starts = np.arange(self.configs[0].boundaries[-1])
+        return StageBytes(
+            *np.stack([config.ranks[0].bytes.of_stages(starts, starts + 1) for config in self.configs], axis=1)
+        )
 
     @cached_property
     def times(self) -> BoundStageTimes:
         """Times of the stages, by layer configuration."""
         return BoundStageTimes(
-            *np.stack([way.stages(self.placement, lambda of: of.times) for way in self.ways], axis=1)
+            *np.stack([config.stages(self.placement, lambda of: of.times) for config in self.configs], axis=1)
         )
 
-    def take(self, ways: NDArray[np.int64]) -> Pipeline:
+    def take(self, configs: NDArray[np.int64]) -> Pipeline:
         """The pipeline of some of its layer configurations."""
-        return Pipeline([self.ways[way] for way in ways.tolist()], self.placement, self.splits)
+        return Pipeline([self.configs[config] for config in configs.tolist()], self.placement, self.splits)
 
     @property
     def num_ranks(self) -> int:
@@ -299,10 +303,10 @@ class Pipeline:
     @property
     def has_split(self) -> bool:
         """False if every rank has one stage of all layers, as their split is unknown."""
-        return len(self.ways[0].boundaries) - 1 == len(self.placement)
+        return len(self.configs[0].boundaries) - 1 == len(self.placement)
 
     def of_ranks(self, of_stages: Floats) -> Floats:
-        """``(ways, ranks)`` Sums over the stages of each rank, from ``(ways, stages)``."""
+        """``(configs, ranks)`` Sums over the stages of each rank, from ``(configs, stages)``."""
         ranks = [of_stages[:, self.placement == rank].sum(axis=1) for rank in range(self.num_ranks)]
         return np.stack(ranks, axis=1)
 
@@ -338,7 +342,7 @@ class LayersCache:
         return layers
 
     def boundaries(self, plan: ParallelPlan, balanced: Layers) -> NDArray[np.int64]:
-        """See ``Way``; split as in ``predict``.
+        """See ``LayerConfiguration``; split as in ``predict``.
 
         Args:
             balanced: The layers to split.
@@ -357,7 +361,7 @@ class LayersCache:
         return boundaries
 
     def first_boundaries(self, plan: ParallelPlan, ranks: Sequence[Layers]) -> NDArray[np.int64] | None:
-        """See ``Way``.
+        """See ``LayerConfiguration``.
 
         Args:
             ranks: Layers of each pipeline rank.

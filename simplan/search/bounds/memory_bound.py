@@ -43,32 +43,34 @@ class MemoryBound:
         reserves = [software.allocator_reserve(reshards=reshards) for reshards in (False, True)]
         self._reserve = 1 + (0.0 if job.cluster.device.kind == "cpu" else min(reserves))
 
-    def bytes(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Column:
+    def bytes(self, rows: Candidates, pipeline: Pipeline, configs: Column) -> Column:
         """``(rows,)`` Lower bounds in bytes.
 
         Args:
             rows: Plans that share the pipeline.
-            ways: ``(rows,)`` Index of the layer configuration in ``pipeline``.
+            configs: ``(rows,)`` Index of the layer configuration in ``pipeline``.
         """
         if not pipeline.has_split:
-            [needed] = self._by_shape(rows, ways, partial(self._of_any_split, pipeline))
+            [needed] = self._by_shape(rows, configs, partial(self._of_any_split, pipeline))
             return self._context_bytes + whole_bytes(needed)
         fullest = {0, pipeline.num_ranks - 1, _fullest(pipeline)}
-        held, passing = self._by_shape(rows, ways, partial(self._of_shape, pipeline, tuple(sorted(fullest))))
+        held, passing = self._by_shape(rows, configs, partial(self._of_shape, pipeline, tuple(sorted(fullest))))
         return np.asarray(self._context_bytes + whole_bytes((held + self._reserve * passing).max(axis=1)))
 
-    def of_ranks(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> tuple[Floats, Floats]:
+    def of_ranks(self, rows: Candidates, pipeline: Pipeline, configs: Column) -> tuple[Floats, Floats]:
         """``(rows, ranks)`` Lower bounds of each rank in bytes: of its tensors, and with the allocator reserve.
 
         Args:
-            rows, ways: See ``bytes``.
+            rows, configs: See ``bytes``.
             pipeline: Pipeline with a known split of layers.
         """
-        held, passing = self._by_shape(rows, ways, partial(self._of_shape, pipeline, tuple(range(pipeline.num_ranks))))
+        held, passing = self._by_shape(
+            rows, configs, partial(self._of_shape, pipeline, tuple(range(pipeline.num_ranks)))
+        )
         return self._context_bytes + held + passing, self._context_bytes + held + self._reserve * passing
 
     def _by_shape(
-        self, rows: Candidates, ways: Column, of_shape: Callable[[Candidates, Column, int], tuple[Floats, ...]]
+        self, rows: Candidates, configs: Column, of_shape: Callable[[Candidates, Column, int], tuple[Floats, ...]]
     ) -> tuple[Floats, ...]:
         """Results of ``of_shape`` for all rows.
 
@@ -79,14 +81,14 @@ class MemoryBound:
         arrays: tuple[Floats, ...] = ()
         for shape in np.unique(shapes, axis=1).T:
             here = np.flatnonzero((shapes == shape[:, None]).all(axis=0))
-            parts = of_shape(rows.take(here), ways[here], int(shape[3]))
+            parts = of_shape(rows.take(here), configs[here], int(shape[3]))
             arrays = arrays or tuple(np.zeros((len(rows), *part.shape[1:])) for part in parts)
             for whole, part in zip(arrays, parts, strict=True):
                 whole[here] = part
         return arrays
 
     def _of_shape(
-        self, pipeline: Pipeline, ranks: tuple[int, ...], rows: Candidates, ways: Column, many: int
+        self, pipeline: Pipeline, ranks: tuple[int, ...], rows: Candidates, configs: Column, many: int
     ) -> tuple[Floats, Floats]:
         """``(rows, ranks of the pipeline)`` Bytes held all the time, and transient ones at the worst time.
 
@@ -97,8 +99,8 @@ class MemoryBound:
         state = self._job.software.state(self._job.training, rows.plan(0))
         stages, placement, num_ranks = pipeline.stages, pipeline.placement, pipeline.num_ranks
         elements = (stages.trained, stages.experts, stages.frozen, stages.scale_bytes, stages.quantized_bytes)
-        held, update = self._held_bytes(rows, state, *(pipeline.of_ranks(of)[ways] for of in elements))
-        held = held + self._second_model_bytes(rows, pipeline, ways)
+        held, update = self._held_bytes(rows, state, *(pipeline.of_ranks(of)[configs] for of in elements))
+        held = held + self._second_model_bytes(rows, pipeline, configs)
         kept, between, during = stages.kept_bytes, stages.between_bytes, np.maximum(0, stages.backward_bytes)
         crosses = np.diff(placement) != 0
         received = np.zeros_like(kept)  # by stage, bytes received per microbatch in forward and backward
@@ -110,20 +112,20 @@ class MemoryBound:
             gradients = np.hstack([into, np.zeros((len(into), 1))])
             between = np.maximum(0, between - stages.input_bytes - gradients)
             during = np.maximum(0, during - gradients)
-            held = held + many * pipeline.of_ranks(received)[ways]
+            held = held + many * pipeline.of_ranks(received)[configs]
         between = np.hstack([kept[:, :1], between[:, 1:]])  # the first stage has all of its backward in wgrad
-        largest = np.stack([kept[:, placement == rank].max(axis=1) for rank in range(num_ranks)], axis=1)[ways]
+        largest = np.stack([kept[:, placement == rank].max(axis=1) for rank in range(num_ranks)], axis=1)[configs]
         passing = np.maximum(largest, update)
         schedule = _schedule_of(rows)
         facts = SCHEDULE_FACTS.get(schedule)
         if facts is not None and facts.needs_times:  # the order of actions depends on times that are unknown here
             return held, passing
         for instants in rank_instants(schedule, num_ranks, many, int(rows["virtual_stages"][0]), ranks):
-            at_worst = self._passing_bytes(rows, stages, (kept, between, during), ways, into, instants, state)
+            at_worst = self._passing_bytes(rows, stages, (kept, between, during), configs, into, instants, state)
             passing[:, instants.rank] = np.maximum(passing[:, instants.rank], at_worst)
         return held, passing
 
-    def _of_any_split(self, pipeline: Pipeline, rows: Candidates, ways: Column, many: int) -> tuple[Floats]:
+    def _of_any_split(self, pipeline: Pipeline, rows: Candidates, configs: Column, many: int) -> tuple[Floats]:
         """``(rows,)`` Bytes of the worst rank, for every split of the layers into stages.
 
         A rank that has a layer holds its states, and its activations of as many microbatches as are in flight. The
@@ -133,20 +135,20 @@ class MemoryBound:
         """
         layers, state = pipeline.layers, self._job.software.state(self._job.training, rows.plan(0))
         elements = (layers.trained, layers.experts, layers.frozen, layers.scale_bytes, layers.quantized_bytes)
-        held, update = self._held_bytes(rows, state, *(of[ways] for of in elements))
+        held, update = self._held_bytes(rows, state, *(of[configs] for of in elements))
         kept = layers.kept_bytes
         if self._job.software.preallocated_receives:
             kept = np.maximum(0, kept - layers.input_bytes)
-        kept = self._reserve * kept[ways]
+        kept = self._reserve * kept[configs]
         in_flight = _least_in_flight(rows, pipeline.num_ranks, many)
         weights = 1 / (held.sum(axis=1) + kept.sum(axis=1) * in_flight[:, None])  # (ranks, rows)
         counted = (held + kept * in_flight[0]) * weights[0][:, None]
         for number, of_rank in zip(in_flight[1:], weights[1:], strict=True):
             counted = np.minimum(counted, (held + kept * number) * of_rank[:, None])
-        most = np.maximum(held.sum(axis=1) / pipeline.num_ranks, counted.sum(axis=1) / weights.sum(axis=0))
-        during = np.maximum(0, layers.backward_bytes[:, -1])[ways]
+        mean_bytes = np.maximum(held.sum(axis=1) / pipeline.num_ranks, counted.sum(axis=1) / weights.sum(axis=0))
+        during = np.maximum(0, layers.backward_bytes[:, -1])[configs]
         last = held[:, -1] + np.maximum(kept[:, -1] + self._reserve * during, self._reserve * update[:, -1])
-        return (np.maximum(most, last),)
+        return (np.maximum(mean_bytes, last),)
 
     def _held_bytes(
         self,
@@ -169,19 +171,19 @@ class MemoryBound:
             return held + update, np.zeros_like(update)
         return held, update
 
-    def _second_model_bytes(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Floats | float:
+    def _second_model_bytes(self, rows: Candidates, pipeline: Pipeline, configs: Column) -> Floats | float:
         """``(rows, 1)`` Bytes of a reference model next to the one that is trained; no pipeline has one."""
         if self._job.reference != "second_model" or pipeline.num_ranks > 1 or rows.base.offload_optimizer:
             return 0.0
-        elements, width = np.array([way.ranks[0].second_model_elements for way in pipeline.ways]).T
+        elements, width = np.array([config.ranks[0].second_model_elements for config in pipeline.configs]).T
         preference = self._job.training.preference
         if preference is not None and preference.reference_sharded is False:
             shards = np.ones(len(rows))
         else:
             experts_apart = (rows["tp"] > 1) & (self._job.model.num_experts > 0)
-            most = np.where(experts_apart, rows.dp * rows["cp"] * rows["tp"], rows.num_shards)  # upper bound
-            shards = np.where(rows.shards_parameters, most, 1)
-        return np.asarray(elements[ways] * width[ways] / shards)[:, None]
+            max_shards = np.where(experts_apart, rows.dp * rows["cp"] * rows["tp"], rows.num_shards)  # upper bound
+            shards = np.where(rows.shards_parameters, max_shards, 1)
+        return np.asarray(elements[configs] * width[configs] / shards)[:, None]
 
     def _state_bytes(
         self, rows: Candidates, state: StateBytes, trained: Floats, experts: Floats, frozen: Floats
@@ -240,7 +242,7 @@ class MemoryBound:
         rows: Candidates,
         stages: StageBytes,
         own_bytes: tuple[Floats, Floats, Floats],
-        ways: Column,
+        configs: Column,
         into: Floats,
         instants: Instants,
         state: StateBytes,
@@ -253,8 +255,8 @@ class MemoryBound:
             none = np.zeros((len(into), 1))
             sent, sent_back = np.hstack([into, none])[:, stages_of_rank], np.hstack([none, into])[:, stages_of_rank]
             passing += sent @ instants.forwards.T + sent_back @ instants.backwards.T
-        passing = passing[ways]
-        trained = stages.trained[:, stages_of_rank][ways]
+        passing = passing[configs]
+        trained = stages.trained[:, stages_of_rank][configs]
         if rows.shards_parameters[0]:
             passing = passing + self._gathered_bytes(rows, trained, instants, state)
         elif self._job.training.optimizer_in_backward:

@@ -59,52 +59,54 @@ class StepTimeBound:
         self._node_groups = np.array([cluster.group_of(device) for device in range(cluster.num_devices)])
         self._sharding = ShardingTimes(job, cost_cache)
 
-    def seconds(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Floats:
+    def seconds(self, rows: Candidates, pipeline: Pipeline, configs: Column) -> Floats:
         """``(rows,)`` Lower bounds in seconds.
 
         Args:
             rows: Plans that share the pipeline.
-            ways: ``(rows,)`` Index of the layer configuration in ``pipeline``.
+            configs: ``(rows,)`` Index of the layer configuration in ``pipeline``.
         """
         if not pipeline.has_split:
-            return self._of_any_split_s(rows, pipeline, ways) + self._host_s
+            return self._of_any_split_s(rows, pipeline, configs) + self._host_s
         total_s, sharded = np.zeros(len(rows)), rows.shards_parameters
         alone = sharded & (rows["pp"] == 1) & self._cost_cache.sends
         for part in (alone, sharded & ~alone, ~sharded & ~alone):
             here = np.flatnonzero(part)
             if len(here):
                 make = self._alone_s if alone[here[0]] else self._pipelined_s
-                total_s[here] = make(rows.take(here), pipeline, ways[here])
+                total_s[here] = make(rows.take(here), pipeline, configs[here])
         return total_s + self._host_s
 
-    def _pipelined_s(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Floats:
+    def _pipelined_s(self, rows: Candidates, pipeline: Pipeline, configs: Column) -> Floats:
         """``(rows,)`` Bounds with a pipeline, or without sharded parameters."""
         times, num_ranks = pipeline.times, pipeline.num_ranks
         many = self._job.training.global_batch_size // (rows.dp * rows["microbatch_size"])
         forward_s = times.forward_s + self._batch_s
-        hops_s = self._hops_s(rows, pipeline, ways)
+        hops_s = self._hops_s(rows, pipeline, configs)
         none = np.zeros((len(forward_s), 1))
         first = slice(0, num_ranks)
-        before_s = np.hstack([none, (forward_s[:, first] + hops_s)[:, :-1].cumsum(axis=1)])[ways]
-        back_s = np.hstack([none, (times.backward_s[:, first] + hops_s)[:, :-1].cumsum(axis=1)])[ways]
-        work_s = pipeline.of_ranks(forward_s + times.backward_s)[ways]
-        done_s = before_s + many[:, None] * work_s + self._sends_s(rows, hops_s[ways], many)
+        before_s = np.hstack([none, (forward_s[:, first] + hops_s)[:, :-1].cumsum(axis=1)])[configs]
+        back_s = np.hstack([none, (times.backward_s[:, first] + hops_s)[:, :-1].cumsum(axis=1)])[configs]
+        work_s = pipeline.of_ranks(forward_s + times.backward_s)[configs]
+        done_s = before_s + many[:, None] * work_s + self._sends_s(rows, hops_s[configs], many)
         scatters_s = None
         if rows.shards_parameters[0] and self._cost_cache.sends:
-            places = enumerate(ways.tolist())
-            units = np.stack([self._sharding.stages(rows, row, pipeline.ways[way].boundaries) for row, way in places])
+            places = enumerate(configs.tolist())
+            units = np.stack(
+                [self._sharding.stages(rows, row, pipeline.configs[config].boundaries) for row, config in places]
+            )
             gathers_s, scatters_s = units[:, 0], units[:, 1]
             # the first stage of the first rank is unsharded before any compute
             done_s = done_s + np.maximum(0.0, gathers_s[:, :1] - self._batch_s)
-        tail = self._tail(rows, pipeline, ways, scatters_s)
+        tail = self._tail(rows, pipeline, configs, scatters_s)
         ends_s = done_s + tail.reduce_s + tail.first_reduce_s + tail.update_s
         if pipeline.splits:
             return np.asarray(ends_s.max(axis=1))
-        last_s = np.maximum((done_s + tail.reduce_s + back_s).max(axis=1), self._path_s(pipeline, hops_s)[ways])
+        last_s = np.maximum((done_s + tail.reduce_s + back_s).max(axis=1), self._path_s(pipeline, hops_s)[configs])
         last_s = last_s + tail.first_reduce_s[:, 0] + tail.update_s[:, 0]
         return np.asarray(np.maximum(ends_s.max(axis=1), last_s))
 
-    def _of_any_split_s(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Floats:
+    def _of_any_split_s(self, rows: Candidates, pipeline: Pipeline, configs: Column) -> Floats:
         """``(rows,)`` Bounds for every split of layers over the ranks, one stage each with all layers.
 
         For m microbatches, rank r needs m w(r) + w(0) + ... + w(r-1), where w(r) is the time of its layers: the time of
@@ -115,12 +117,12 @@ class StepTimeBound:
         fills = not pipeline.splits and int(rows["virtual_stages"][0]) == 1
         speeds = 1 / (pipeline.times.forward_s + pipeline.times.backward_s)
         total = np.zeros(len(rows))
-        for speed in speeds[ways].T[::-1]:
+        for speed in speeds[configs].T[::-1]:
             total += np.maximum(0.0, speed - fills * total) / many
         return np.asarray(1 / total)
 
     def _path_s(self, pipeline: Pipeline, hops_s: Floats) -> Floats:
-        """``(ways,)`` Seconds in which one microbatch passes forward and backward through all stages.
+        """``(configs,)`` Seconds in which one microbatch passes forward and backward through all stages.
 
         With many stages and few microbatches, latencies of sends are most of what a plan takes beyond its compute.
         """
@@ -128,17 +130,17 @@ class StepTimeBound:
         num_sends = np.count_nonzero(np.diff(pipeline.placement))
         return np.asarray((times.forward_s + times.backward_s).sum(axis=1) + 2 * num_sends * hops_s.min(axis=1))
 
-    def _hops_s(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Floats:
-        """``(ways, ranks)`` Seconds of one microbatch's P2P send from the first stage of each rank to the next rank."""
+    def _hops_s(self, rows: Candidates, pipeline: Pipeline, configs: Column) -> Floats:
+        """``(configs, ranks)`` Seconds of a microbatch's P2P send from the first stage of a rank to the next rank."""
         num_ranks, sizes = pipeline.num_ranks, pipeline.stages.output_bytes
         by_rank = np.zeros((len(sizes), num_ranks))
         if num_ranks == 1 or not self._cost_cache.sends:
             return by_rank
         splits = self._job.software.scatter_gather_p2p
         parts = np.ones(len(sizes))
-        parts[ways] = np.where(rows["sequence_parallel"] == 1, 1, rows["tp"]) if splits else 1
+        parts[configs] = np.where(rows["sequence_parallel"] == 1, 1, rows["tp"]) if splits else 1
         sent = -(-sizes[:, :num_ranks] // parts[:, None])
-        sources = np.array([way.devices for way in pipeline.ways])
+        sources = np.array([config.devices for config in pipeline.configs])
         targets = np.roll(sources, -1, axis=1)
         per_node = self._job.cluster.devices_per_node
         inside = sources // per_node == targets // per_node
@@ -166,10 +168,10 @@ class StepTimeBound:
         sends_s = np.maximum(0, sends_s - hops_s.max(axis=1)[:, None])
         return np.where(waits[:, None], sends_s, 0.0)
 
-    def _tail(self, rows: Candidates, pipeline: Pipeline, ways: Column, scatters_s: Floats | None) -> _Tail:
+    def _tail(self, rows: Candidates, pipeline: Pipeline, configs: Column, scatters_s: Floats | None) -> _Tail:
         first = slice(0, pipeline.num_ranks)
-        trained, experts = (pipeline.of_ranks(of)[ways] for of in (pipeline.stages.trained, pipeline.stages.experts))
-        update_s = self._update_s(rows, pipeline, ways, trained, experts)
+        trained, experts = (pipeline.of_ranks(of)[configs] for of in (pipeline.stages.trained, pipeline.stages.experts))
+        update_s = self._update_s(rows, pipeline, configs, trained, experts)
         if not self._cost_cache.sends:
             return _Tail(np.zeros_like(update_s), np.zeros_like(update_s), update_s)
         if scatters_s is not None:
@@ -178,8 +180,10 @@ class StepTimeBound:
         reduce_s, first_reduce_s = (np.zeros_like(update_s) for _ in range(2))
         software = self._job.software
         state = software.state(self._job.training, rows.plan(0))
-        of_first, of_first_experts = (of[:, first][ways] for of in (pipeline.stages.trained, pipeline.stages.experts))
-        beside_s = (pipeline.times.backward_s - pipeline.times.last_backward_s)[:, first][ways]
+        of_first, of_first_experts = (
+            of[:, first][configs] for of in (pipeline.stages.trained, pipeline.stages.experts)
+        )
+        overlapped_s = (pipeline.times.backward_s - pipeline.times.last_backward_s)[:, first][configs]
         for here, plan in self._meshes(rows):
             shares = plan.shards_optimizer_only
             evenly = shares and self._shares_evenly
@@ -198,7 +202,7 @@ class StepTimeBound:
                 all_s = self._reduced_s(trained[here] * state.reduced, plan, evenly=evenly)
                 reduce_s[here] += np.maximum(0, all_s - own_s)
             elif not pipeline.splits:  # on a separate stream, starting with the first gradients
-                first_reduce_s[here] += np.maximum(0, own_s - beside_s[here])
+                first_reduce_s[here] += np.maximum(0, own_s - overlapped_s[here])
         return _Tail(reduce_s, first_reduce_s, update_s)
 
     def _reduced_s(self, num_bytes: Floats, plan: ParallelPlan, *, evenly: bool) -> Floats:
@@ -216,24 +220,26 @@ class StepTimeBound:
     def _groups(self, plan: ParallelPlan, kind: GroupKind) -> Groups:
         return groups_of(plan, self._job.cluster, kind)
 
-    def _update_s(self, rows: Candidates, pipeline: Pipeline, ways: Column, trained: Floats, experts: Floats) -> Floats:
+    def _update_s(
+        self, rows: Candidates, pipeline: Pipeline, configs: Column, trained: Floats, experts: Floats
+    ) -> Floats:
         """``(rows, ranks)`` Optimizer seconds for the parameters that a rank updates."""
         shards = np.where(rows["zero_stage"] > 0, rows.num_shards, 1)[:, None]
         all_ranks = np.where(rows["zero_stage"] > 0, rows.dp * rows["cp"] * rows["tp"], 1)[:, None]
-        update_s = pipeline.times.update_s[:, : trained.shape[1]][ways]
+        update_s = pipeline.times.update_s[:, : trained.shape[1]][configs]
         return np.asarray(update_s * (trained / shards + experts / all_ranks))
 
-    def _alone_s(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Floats:
+    def _alone_s(self, rows: Candidates, pipeline: Pipeline, configs: Column) -> Floats:
         """``(rows,)`` Bounds of FSDP without a pipeline."""
         stages = pipeline.stages
-        update_s = self._update_s(rows, pipeline, ways, stages.trained[ways], stages.experts[ways])[:, 0]
+        update_s = self._update_s(rows, pipeline, configs, stages.trained[configs], stages.experts[configs])[:, 0]
         many = self._job.training.global_batch_size // (rows.dp * rows["microbatch_size"])
         every = rows.reduces_every_microbatch
         batch_s = self._batch_s
         alone_s = np.zeros(len(rows))
-        for row, way in enumerate(ways.tolist()):
+        for row, config in enumerate(configs.tolist()):
             units = self._sharding.alone(rows, row)
-            times = pipeline.ways[way].ranks[0].times
+            times = pipeline.configs[config].ranks[0].times
             forwards_s, backwards_s = np.diff(times.summed)
             forward_s, reduced_s, plain_s = units.pass_times_s(forwards_s, backwards_s, times.last_forward_s)
             num_reduced = int(many[row]) if every[row] else 1

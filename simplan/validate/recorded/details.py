@@ -84,12 +84,12 @@ def recorded_details(prediction: Mapping[str, Any], recording: Recording, job: J
 
 
 def _state_rows(prediction: Mapping[str, Any], recording: Recording) -> Iterator[ComparisonRow]:
-    most = max(recording.ranks, key=lambda rank: sum(rank.states_bytes.get(category, 0) for category in _STATES))
-    memory_gib = next(rank["memory_gib"] for rank in prediction["ranks"] if rank["rank"] == most.rank)
+    largest = max(recording.ranks, key=lambda rank: sum(rank.states_bytes.get(category, 0) for category in _STATES))
+    memory_gib = next(rank["memory_gib"] for rank in prediction["ranks"] if rank["rank"] == largest.rank)
     for category in _STATES:
-        if category in most.states_bytes:
-            name = f"{category.value.replace('_', ' ')}, rank {most.rank}"
-            yield compared(name, memory_gib.get(category, 0.0), most.states_bytes[category] / GIB, "GiB", None)
+        if category in largest.states_bytes:
+            name = f"{category.value.replace('_', ' ')}, rank {largest.rank}"
+            yield compared(name, memory_gib.get(category, 0.0), largest.states_bytes[category] / GIB, "GiB", None)
 
 
 def _communication(prediction: Mapping[str, Any], recording: Recording, job: Job | None) -> RecordedDetails:
@@ -102,13 +102,13 @@ def _communication(prediction: Mapping[str, Any], recording: Recording, job: Job
         reason = f"the predicted job has more than {_MAX_ACTIONS:,} actions"
     if reason or job is None:
         return RecordedDetails((), (f"communication is not compared: {reason}",))
-    expected, found = _predicted(prediction, job), _recorded(recording)
+    expected, recorded = _predicted(prediction, job), _recorded(recording)
     rows, notes = [], []
-    for key in sorted(expected.keys() | found.keys()):
-        sizes, num_ranks = (expected.get(key, []), found.get(key, [])), len(recording.ranks)
-        predicted_gib, measured_gib = (sum(each) / GIB / num_ranks for each in sizes)
+    for key in sorted(expected.keys() | recorded.keys()):
+        sizes, num_ranks = (expected.get(key, []), recorded.get(key, [])), len(recording.ranks)
+        predicted_gib, measured_gib = (sum(of_side) / GIB / num_ranks for of_side in sizes)
         rows.append(compared(_words(key), predicted_gib, measured_gib, "GiB", None))
-        predicted, measured = (len(each) / num_ranks for each in sizes)
+        predicted, measured = (len(of_side) / num_ranks for of_side in sizes)
         if predicted != measured:
             notes.append(f"{_words(key)}: {measured:g} a step on a rank, and {predicted:g} are predicted")
     return RecordedDetails(tuple(rows), (*notes, *([_OF_RANKS] if rows else [])))
@@ -123,7 +123,7 @@ def _notes(prediction: Mapping[str, Any], recording: Recording) -> Iterator[str]
     elif recording.is_of_cpu:
         yield _OTHER_LIBRARIES
     gradients = [rank.states_bytes.get(MemoryCategory.GRADIENTS) for rank in recording.ranks]
-    if known := [each for each in gradients if each is not None]:
+    if known := [gradient for gradient in gradients if gradient is not None]:
         yield (
             f"gradients are not compared: {format_bytes(max(known))} at an update on the rank with most, and a "
             "prediction has those at its peak"

@@ -46,16 +46,16 @@ def test_many_ranks_share_bars() -> None:
 
 
 @pytest.fixture(scope="module")
-def found() -> Difference:
-    one, two = (explain(*parse_scenario(text_of(name)).predict_step()) for name in ("1f1b", "gpipe"))
-    return difference(one, two)
+def differing() -> Difference:
+    first, two = (explain(*parse_scenario(text_of(name)).predict_step()) for name in ("1f1b", "gpipe"))
+    return difference(first, two)
 
 
-def test_bars_sum_to_steps_and_to_memory(found: Difference) -> None:
-    first, second = found.first, found.second
+def test_bars_sum_to_steps_and_to_memory(differing: Difference) -> None:
+    first, second = differing.first, differing.second
     for rows, wholes in (
-        (found.time, (first.step_time_s, second.step_time_s)),
-        (found.memory, (first.device_bytes / GIB, second.device_bytes / GIB)),
+        (differing.time, (first.step_time_s, second.step_time_s)),
+        (differing.memory, (first.device_bytes / GIB, second.device_bytes / GIB)),
     ):
         figure = checked(difference_figure(rows, ("a", "b")))
         assert [sum(bar.x) for bar in figure.data] == pytest.approx(wholes)
@@ -64,7 +64,7 @@ def test_bars_sum_to_steps_and_to_memory(found: Difference) -> None:
         assert all(row["first formula"] or row["second formula"] for row in table)
 
 
-def test_words_name_what_differs_most(found: Difference) -> None:
-    words = difference_words(found.memory)
+def test_words_name_what_differs_most(differing: Difference) -> None:
+    words = difference_words(differing.memory)
     assert words[0].startswith("activations +")
     assert words[0].endswith(" GiB")

@@ -35,7 +35,7 @@ def _lab(colour: str, seen: str) -> np.ndarray:
 
 def _apart(colours: Iterable[tuple[str, str]], seen: str) -> float:
     """Distance of the two that are most alike; about 2 can just be told apart side by side."""
-    return min(float(np.linalg.norm(_lab(one, seen) - _lab(other, seen))) for one, other in colours)
+    return min(float(np.linalg.norm(_lab(first, seen) - _lab(other, seen))) for first, other in colours)
 
 
 @pytest.mark.parametrize("seen", SEEN)
@@ -44,5 +44,5 @@ def test_colours_are_told_apart(seen: str) -> None:
         assert _apart(combinations(colours, 2), seen) > 14
     rest = {colour for category, colour in MEMORY.items() if category not in GIVEN}
     assert _apart(combinations(rest, 2), seen) > 10
-    assert _apart([(own, MEMORY[given]) for own in rest for given in GIVEN], seen) > 9
-    assert _apart(combinations([MEMORY[given] for given in GIVEN], 2), seen) > 4
+    assert _apart([(other, MEMORY[named]) for other in rest for named in GIVEN], seen) > 9
+    assert _apart(combinations([MEMORY[named] for named in GIVEN], 2), seen) > 4

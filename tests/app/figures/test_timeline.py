@@ -72,11 +72,11 @@ def test_a_window_holds_what_runs_in_it() -> None:
 @pytest.mark.parametrize("layers", [False, True])
 def test_many_boxes_are_merged_into_the_whole_step(layers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     every = timeline_result(text_of("zb-h1"), 0, layers=layers)
-    most = sum(len(lane.compute) + len(lane.communications) for lane in every.lanes) // 3
-    monkeypatch.setattr(timeline, "MAX_BOXES", most)
+    max_boxes = sum(len(lane.compute) + len(lane.communications) for lane in every.lanes) // 3
+    monkeypatch.setattr(timeline, "MAX_BOXES", max_boxes)
     few = timeline_result(text_of("zb-h1"), 0, layers=layers)
-    assert few.num_boxes == every.num_boxes == 3 * most + every.num_boxes % 3
-    assert sum(len(lane.compute) + len(lane.communications) for lane in few.lanes) <= most
+    assert few.num_boxes == every.num_boxes == 3 * max_boxes + every.num_boxes % 3
+    assert sum(len(lane.compute) + len(lane.communications) for lane in few.lanes) <= max_boxes
     assert few.window_s == every.window_s == (0.0, every.step_time_s)
     for lane, unmerged in zip(few.lanes, every.lanes, strict=True):
         for boxes, others in ((lane.compute, unmerged.compute), (lane.communications, unmerged.communications)):
@@ -135,7 +135,7 @@ def test_line_of_the_device_says_which_plan_does_not_fit() -> None:
         results = [replace(result, capacity_bytes=capacity) for result in results]
         [text] = [n.text for n in checked(gantt_figure(results)).layout.annotations if "of the device" in n.text]
         assert ("not fit" in text) is bool(too_large)
-        assert [result.name for result in results if result.name in text] == [one.name for one in too_large]
+        assert [result.name for result in results if result.name in text] == [result.name for result in too_large]
     alone = replace(results[0], capacity_bytes=first // 2)
     assert any("<b>does not fit" in note.text for note in checked(gantt_figure([alone])).layout.annotations)
 
@@ -159,4 +159,4 @@ def test_hover_says_what_was_waited_for_the_bytes_and_the_formula() -> None:
 
 
 def _flat(customdata: Any) -> list[Any]:
-    return [] if customdata is None else [one[0] if isinstance(one, list | tuple) else one for one in customdata]
+    return [] if customdata is None else [item[0] if isinstance(item, list | tuple) else item for item in customdata]

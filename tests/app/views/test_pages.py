@@ -134,8 +134,8 @@ def test_numbers_beyond_limits_are_answered_in_a_sentence() -> None:
     page.number_input(key="document:cluster.num_devices").set_value(0).run()
     assert_no_bug(page)
     assert "num_devices = 0: must be at least 1" in page.warning[0].value.replace("\\", "")
-    most = {**SMALL, "cluster": {"preset": "dgx-h100", "num_devices": 2**18}, "plan": {"dp_replicate": 2**18}}
-    page = opened(document=most | {"training": {"global_batch_size": 2**18}})
+    largest = {**SMALL, "cluster": {"preset": "dgx-h100", "num_devices": 2**18}, "plan": {"dp_replicate": 2**18}}
+    page = opened(document=largest | {"training": {"global_batch_size": 2**18}})
     assert_no_bug(page)
     assert "is more than the pages predict, 131,072" in page.warning[0].value.replace("\\", "")
 
@@ -270,7 +270,7 @@ def test_memory_that_decides_the_fit_is_one_number(microbatch_size: int, fits: b
         assert_no_bug(page)
         texts = (*page.success, *page.error, *page.warning, *page.markdown, *page.caption, *page.get("plotly_chart"))
         shown[name] = " ".join(
-            escaped_away(each.proto.spec if each.type == "plotly_chart" else each.value) for each in texts
+            escaped_away(element.proto.spec if element.type == "plotly_chart" else element.value) for element in texts
         )
     needed, wanted = map(format_bytes, (worst.needed_bytes, worst.device_bytes))
     for place, text in shown.items():

@@ -32,7 +32,7 @@ WHOLE: dict[str, Any] = {**SMALL, "run": {"num_steps": 20_000}, **SETTINGS}
 
 
 def text_of(page: Any) -> str:
-    return "\n".join(str(each.value).replace("\\", "") for each in (*page.markdown, *page.caption, *page.info))
+    return "\n".join(str(element.value).replace("\\", "") for element in (*page.markdown, *page.caption, *page.info))
 
 
 def document_of(page: Any) -> dict[str, Any]:

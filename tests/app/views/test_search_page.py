@@ -94,7 +94,7 @@ def test_current_plan_is_shown_beside_the_best() -> None:
     best_plan = search(job, {"top": 1}, explain=False).best
     assert best_plan is not None
     prediction, of_best = (predict(job.with_plan(plan)) for plan in (job.plan, best_plan.plan))
-    mine, its = (asdict(min(each.splits, key=lambda split: split.wait_s)) for each in (prediction, of_best))
+    mine, its = (asdict(min(shown.splits, key=lambda split: split.wait_s)) for shown in (prediction, of_best))
     name = max((name for name in mine if name.endswith("_s")), key=lambda name: mine[name] - its[name])
     more = f"{100 * (mine[name] - its[name]) / of_best.step_time_s:+.1f} % {name.removesuffix('_s').replace('_', ' ')}"
     current, best = table.loc["current"], table.loc["1"]
@@ -184,8 +184,8 @@ def test_the_removed_parts_are_the_plan(plan: ParallelPlan) -> None:
     assert parse_scenario(yaml.safe_dump(document)).job.plan == plan
 
 
-def numbers(least: float, most: float) -> st.SearchStrategy[Any]:
-    return st.one_of(st.floats(least, most), st.integers(-5, 5), st.text(max_size=3), st.none())
+def numbers(least: float, greatest: float) -> st.SearchStrategy[Any]:
+    return st.one_of(st.floats(least, greatest), st.integers(-5, 5), st.text(max_size=3), st.none())
 
 
 views = st.fixed_dictionaries(

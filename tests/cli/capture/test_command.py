@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.calls import Simplan
+from tests.support.problems import says
 
 CODE = """\
 import torch
@@ -119,7 +120,7 @@ def test_a_config_without_a_family_is_captured_on_the_way(
     (tmp_path / "tiny" / "config.json").write_text(json.dumps(CONFIG))
     asked = ("tiny/config.json", "--seq-len", "16", "--cluster", "dgx-h100", "--num-devices", "4")
     first = simplan("predict", *asked, "--json")
-    assert "note: capturing tiny with transformers, as simplan has no family smollm3: 16 tokens" in first.stderr
+    assert says(first.stderr, "note: ", "tiny", "transformers", "smollm3", "16 tokens")
     model = json.loads(first.stdout)["inputs"]["model"]
     assert (model["name"], model["seq_len"], model["num_hidden_layers"]) == ("tiny", 16, 4)
     again = simplan("search", *asked)
@@ -139,7 +140,7 @@ def test_a_module_of_a_user_is_run(simplan: Simplan, tmp_path: Path) -> None:
     done = simplan("run", "own.yaml", "--steps", "3")
     assert done.returncode == 0, done.stderr
     assert "note: runs own:Model, own:batch, own:loss" in done.stderr
-    assert "actions, collectives and P2P sends, and their order, are exactly those predicted" in done.stdout
+    assert says(done.stdout, "actions, collectives and P2P sends", "exactly those predicted")
     (tmp_path / "own.py").write_text(f"{CODE}\n# changed\n")
     refused = simplan("run", "own.yaml", "--steps", "3")
     assert "was captured from other code than own:Model has now" in refused.stderr
@@ -148,7 +149,7 @@ def test_a_module_of_a_user_is_run(simplan: Simplan, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("own", "--inputs", "own:batch"), "SOURCE = own: must be the name of a module and of a function in it"),
+        (("own", "--inputs", "own:batch"), "SOURCE = own: ... module ... function"),
         (("own:Model",), "--inputs: is missing: forward needs arguments"),
         (("no.json",), "SOURCE = no.json: is no file"),
         (
@@ -167,7 +168,7 @@ def test_code_that_cannot_be_captured_is_named(
     (tmp_path / "own.py").write_text(CODE)
     done = simplan("capture", *arguments, "-o", "own.json")
     assert done.returncode == 2
-    assert said in done.stderr
+    assert says(done.stderr, said)
     assert not (tmp_path / "own.json").exists()
 
 

@@ -34,17 +34,17 @@ def test_json_has_the_agreed_keys_and_files_have_the_same_runs(
 ) -> None:
     files = ("--runs", "runs.csv", "--trace", "trace.json", "-o", "out.json")
     printed = simplan("goodput", whole_run, "--json", "--seed", "3", *TRIALS, *files)
-    found = json.loads(printed.stdout)
-    assert json.loads((tmp_path / "out.json").read_text()) == found
-    time = found["time_to_finish_s"]
+    document = json.loads(printed.stdout)
+    assert json.loads((tmp_path / "out.json").read_text()) == document
+    time = document["time_to_finish_s"]
     assert {"mean", "p10", "p50", "p90"} <= time.keys()
-    assert {"mean", "p10", "p90"} <= found["num_interruptions"].keys()
-    assert math.fsum(found["waterfall_s"].values()) == pytest.approx(time["mean"])
-    assert found["goodput"] == pytest.approx(400_000 * found["step_time_s"] / time["mean"])
-    assert found["cost"] == pytest.approx(2.5 * found["device_hours"])
-    assert (found["seed"], found["trials"]) == (3, 5)
+    assert {"mean", "p10", "p90"} <= document["num_interruptions"].keys()
+    assert math.fsum(document["waterfall_s"].values()) == pytest.approx(time["mean"])
+    assert document["goodput"] == pytest.approx(400_000 * document["step_time_s"] / time["mean"])
+    assert document["cost"] == pytest.approx(2.5 * document["device_hours"])
+    assert (document["seed"], document["trials"]) == (3, 5)
     for key in ("best_interval_s", "young_s", "daly_s"):
-        assert found[key] > 0
+        assert document[key] > 0
     with (tmp_path / "runs.csv").open() as stream:
         rows = [*csv.DictReader(stream)]
     times_s = sorted(float(row["time_s"]) for row in rows)
@@ -55,7 +55,7 @@ def test_json_has_the_agreed_keys_and_files_have_the_same_runs(
     assert sum(event["dur"] for event in slices) / 1e6 == pytest.approx(times_s[2])
     assert all(a["ts"] + a["dur"] == pytest.approx(b["ts"]) for a, b in itertools.pairwise(slices))
     again = simplan("goodput", whole_run, "--json", "--seed", "3", *TRIALS)
-    assert json.loads(again.stdout) == found, "a seed gives the same bytes"
+    assert json.loads(again.stdout) == document, "a seed gives the same bytes"
 
 
 def test_a_run_is_drawn_and_traced_by_its_number(simplan: Simplan, whole_run: Path, tmp_path: Path) -> None:
@@ -68,10 +68,10 @@ def test_a_run_is_drawn_and_traced_by_its_number(simplan: Simplan, whole_run: Pa
     assert num_stops > 0
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert trace["otherData"]["time_s"] == pytest.approx(time_s)
-    found = json.loads(simplan("draw", *often, "--json", "-o", "run.svg").stdout)
-    assert (found["kind"], found["trial"], found["seed"]) == ("run_timeline", 2, 3)
-    assert found["time_s"] == pytest.approx(time_s)
-    assert sum(stretch["cause"] is not None for stretch in found["stretches"]) == num_stops
+    drawn = json.loads(simplan("draw", *often, "--json", "-o", "run.svg").stdout)
+    assert (drawn["kind"], drawn["trial"], drawn["seed"]) == ("run_timeline", 2, 3)
+    assert drawn["time_s"] == pytest.approx(time_s)
+    assert sum(stretch["cause"] is not None for stretch in drawn["stretches"]) == num_stops
     svg = ElementTree.parse(tmp_path / "run.svg").getroot()
     assert len(svg.findall("{*}path[@class='ink']")) == num_stops
     refused(simplan("draw", *often, "--network"), "--run: is another drawing than --network")
@@ -146,7 +146,7 @@ def test_run_that_never_finishes_names_the_option_and_the_change(simplan: Simpla
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("--runs", "runs.txt"), "--runs = runs.txt: is a Parquet or CSV file; write runs.parquet or runs.csv"),
+        (("--runs", "runs.txt"), "--runs = runs.txt: ... Parquet or CSV ... write runs.parquet or runs.csv"),
         (("--set", "checkpoint.storage_bytes=1e3"), "has no room for a checkpoint of "),
         (("--set", "checkpoint.storage_bytes=1e7"), "checkpoints of the run, each of "),
         (("--spares", "3"), "--spares = 3: is more than the 1 node of the job"),

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tests.cli.calls import Simplan, refused
+from tests.support.problems import says
 
 QLORA = ("search", "llama3-8b", "--task", "lora", "--quantize", "nf4", "--lora-rank", "16", "--seq-len", "2048")
 """A job that fits on cards of 24 GB, and not on those of 8 GB."""
@@ -16,9 +17,9 @@ def test_each_row_is_the_best_plan_of_a_search_on_that_hardware(simplan: Simplan
     """The fastest per token is first; cost is devices x hours x the price of this hardware."""
     kinds = {"RTX 4090": 0.35, "L40S": None}
     listed = ", ".join(name if price is None else f"{name} @ {price}" for name, price in kinds.items())
-    found = simplan(*QLORA, "--tokens", "1e9", "--hardware", listed, "--json")
-    assert found.returncode == 0, found.stderr
-    document = json.loads(found.stdout)
+    searched = simplan(*QLORA, "--tokens", "1e9", "--hardware", listed, "--json")
+    assert searched.returncode == 0, searched.stderr
+    document = json.loads(searched.stdout)
     rates = []
     for row in document["predictions"]:
         name, run, num_devices = row["name"], row["training_run"], row["step_work"]["num_devices"]
@@ -38,7 +39,7 @@ def test_hardware_that_is_too_small_says_what_it_lacks(simplan: Simplan) -> None
     both = simplan(*QLORA, "--hardware", "RTX 4090, T4", "--recompute", "full")
     assert both.returncode == 0
     assert "RTX 4090" in both.stdout
-    assert "T4: training.precision = bf16: t4 has no published dense peak" in both.stdout
+    assert says(both.stdout, "T4: training.precision = bf16: ", "t4")
     small = simplan(*QLORA, "--hardware", "RTX 4090", "--seq-len", "131072")
     assert small.returncode == 3
     assert "RTX 4090: no plan fits; the nearest one needs " in small.stdout
@@ -46,10 +47,10 @@ def test_hardware_that_is_too_small_says_what_it_lacks(simplan: Simplan) -> None
 
 def test_the_largest_value_of_each(simplan: Simplan) -> None:
     document = json.loads(simplan(*QLORA, "--largest", "seq_len", "--hardware", "RTX 4090, L40S", "--json").stdout)
-    assert [each["name"] for each in document["largest"]] == ["L40S", "RTX 4090"]
-    for each in document["largest"]:
-        alone = json.loads(simplan(*QLORA, "--largest", "seq_len", "--gpus", each["name"], "--json").stdout)
-        assert {**alone, "name": each["name"]} == each
+    assert [row["name"] for row in document["largest"]] == ["L40S", "RTX 4090"]
+    for row in document["largest"]:
+        alone = json.loads(simplan(*QLORA, "--largest", "seq_len", "--gpus", row["name"], "--json").stdout)
+        assert {**alone, "name": row["name"]} == row
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_the_largest_value_of_each(simplan: Simplan) -> None:
     [
         (("RTX 4090 @ cheap",), "--hardware = RTX 4090 @ cheap: is no KIND or KIND @ PRICE"),
         (("RTX 4090, RTX 4090 @ 1",), "--hardware = RTX 4090: is given twice"),
-        (("RTX 4090 @ 1",), "--price = 1: is the price of a training whose number of tokens is missing"),
+        (("RTX 4090 @ 1",), "--price = 1: ... training ... missing"),
         (("RTX 4099",), "RTX 4099: is not in the catalog"),
         (("RTX 4090", "--top", "3"), "--top: is of one search"),
         (("RTX 4090", "--gpus", "8"), "--num-devices = 8: is said by --hardware"),

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.calls import Simplan, refused
+from tests.support.problems import says
 
 ONE_LINE = (
     *("llama3-8b", "--cluster", "dgx-h100", "--num-nodes", "8", "--tp", "8", "--dp-shard", "8"),
@@ -44,14 +45,14 @@ def test_an_assumed_plan_that_waits_for_the_network_names_the_search(simplan: Si
     text = simplan("predict", *job).stdout
     _, warning, command, *_ = text.splitlines()
     share = float(warning.partition("and ")[2].split(" %")[0])
-    assert warning == (f"The plan was assumed, and {share} % of the step is exposed communication. Find faster plans:")
+    assert says(warning, "assumed", f"{share} %", "exposed communication")
     [row] = [line for line in text.splitlines() if line.startswith("  0-3 ")][:1]
-    assert any(f" {each} %" in row for each in (int(share), int(share) + 1))
+    assert any(f" {percent} %" in row for percent in (int(share), int(share) + 1))
     assert share > 50
     best = json.loads(simplan(*shlex.split(command)[1:], "--json").stdout)["best"]
     predicted = json.loads(simplan("predict", *job, "--json").stdout)
     assert best["step_time_s"] < 0.7 * predicted["step_time_s"]
-    assert "inter-node network (InfiniBand or RoCE): 5 Gbit/s per node shared by 2 devices" in text
+    assert says(text, "inter-node network (InfiniBand or RoCE): 5 Gbit/s", "2 devices")
     for words in ([*job, "--dp-shard", "4"], [*job, "--tp", "2"], ["llama3.2-1b", "--gpus", "8"]):
         assert "was assumed" not in simplan("predict", *words).stdout
 
@@ -60,7 +61,15 @@ def test_suggested_commands_have_the_options(simplan: Simplan) -> None:
     result = simplan("predict", "gpt2-124m", "--gpus", "2", "--set", "plan.recompute=full")
     assert "links        intra-node nvlink4, 450 GB/s per device\n" in result.stdout
     command = result.stdout.partition("\nNext\n")[2].split("\n")[0]
-    assert command == "  simplan explain gpt2-124m --num-devices 2 --set plan.recompute=full"
+    assert shlex.split(command) == [
+        "simplan",
+        "explain",
+        "gpt2-124m",
+        "--num-devices",
+        "2",
+        "--set",
+        "plan.recompute=full",
+    ]
     assert simplan(*shlex.split(command)[1:]).returncode == 0
 
 
@@ -94,9 +103,9 @@ def test_typed_names_are_those_of_the_catalog_in_results(simplan: Simplan) -> No
     assert "- 2x DGX H100: cluster dgx-h100, 2 nodes\n" in text
     named = "llama3.2-1b --cluster dgx-h100 --num-nodes 2 --software torch --tp 2"
     assert f"simplan explain {named}\n" in text
-    found, same = (json.loads(simplan("predict", *each, "--json").stdout) for each in (typed, named.split()))
-    assert found.pop("assumptions") != same.pop("assumptions")
-    assert found == same
+    typed_result, same = (json.loads(simplan("predict", *words, "--json").stdout) for words in (typed, named.split()))
+    assert typed_result.pop("assumptions") != same.pop("assumptions")
+    assert typed_result == same
     assert simplan("show", "models", "Llama 3 70B").stdout == simplan("show", "models", "llama3-70b").stdout
 
 
@@ -125,17 +134,17 @@ def test_plan_of_which_nothing_is_given_is_an_assumed_one(simplan: Simplan) -> N
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ("--gpus many", 'many is no whole number from 1 on; write one, or number and kind, e.g. "8x A100 80GB"'),
+        ("--gpus many", 'whole ... 1 ... write ... e.g. "8x A100 80GB"'),
         ("--gpus -3", "-3 is no whole number from 1 on"),
         ("--tp 3", "gpt2-124m: --tp = 3: must divide model.vocab_size = 50257"),
-        ("--recompute ful", 'gpt2-124m: --recompute = "ful": is not a known choice; did you mean full?'),
-        ("--cluster dgx-h10", "gpt2-124m: --cluster = dgx-h10: is not in the catalog; did you mean dgx-h100?"),
-        ("--cluster A100", "gpt2-124m: --cluster = A100: may be several clusters; name one of dgx-a100-40gb, dgx-a"),
+        ("--recompute ful", 'gpt2-124m: --recompute = "ful": ... known ... did you mean full?'),
+        ("--cluster dgx-h10", "gpt2-124m: --cluster = dgx-h10: ... did you mean dgx-h100?"),
+        ("--cluster A100", "gpt2-124m: --cluster = A100: ... name ... dgx-a100-40gb"),
         ("--set plan.tp", "--set = plan.tp: must be KEY=VALUE; write e.g. --set plan.tp=4"),
         ("--set plan.tp=x", 'gpt2-124m: plan.tp = "x": must be a whole number'),
-        ("--set plan.recomput=full", "gpt2-124m: plan.recomput: is not a known key; did you mean recompute"),
+        ("--set plan.recomput=full", "gpt2-124m: plan.recomput: ... known ... did you mean recompute"),
         ("--tp 2 --set plan.tp=4", "plan.tp: is given twice, also with --tp; give one of the two"),
-        ("--set plan.tp=4 --set plan.tp=2", "plan.tp: is given twice, also with --set; give one of the two"),
+        ("--set plan.tp=4 --set plan.tp=2", "plan.tp: ... twice ... --set; give"),
     ],
 )
 def test_errors_name_options_as_typed(simplan: Simplan, arguments: str, sentence: str) -> None:
@@ -148,7 +157,7 @@ def test_errors_name_options_as_typed(simplan: Simplan, arguments: str, sentence
     [
         (
             "--global-batch",
-            "No such option: --global-batch (Possible options: --global-batch-size, --global-batch-tokens)",
+            "--global-batch ... --global-batch-size, --global-batch-tokens)",
         ),
         ("--tensor-model-parallel-size", "No such option: --tensor-model-parallel-size; write --tp\n"),
         ("--micro-batch-size", "No such option: --micro-batch-size; write --microbatch-size\n"),
@@ -169,7 +178,7 @@ def test_tokens_of_a_step_are_an_option(simplan: Simplan, tmp_path: Path, monkey
     options = ("llama3-8b", "--gpus", "16", "--global-batch-tokens", "1M", "--write-scenario", "plan.yaml")
     assert "  training     128 sequences (1,048,576 tokens) per step" in simplan("predict", *options).stdout
     written = Path("plan.yaml").read_text()
-    assert "global_batch_size: 128  # assumed: 1,048,576 tokens; of the multiples of 16 " in written
+    assert says(written, "global_batch_size: 128  # assumed: 1,048,576 tokens", "multiples of 16")
     assert "--global-batch-tokens 1000000" in written
     refused(simplan("predict", "gpt2-124m", "--global-batch-tokens", "many"), "many is no number; write e.g. 100B")
 

@@ -30,8 +30,8 @@ checkpoint: {interval_steps: 1, blocking_s: 1000}
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("--fail", "60"), "--fail = 60: needs a run that restarts from a checkpoint; add --checkpoint-dir DIR"),
-        (("--fail", "60", *KEPT[:2]), "needs a run that restarts from a checkpoint; add --max-restarts K"),
+        (("--fail", "60"), "--fail = 60: ... restarts ... checkpoint; add --checkpoint-dir DIR"),
+        (("--fail", "60", *KEPT[:2]), "restarts ... checkpoint; add --max-restarts"),
         (("--fail", "0", *KEPT), "--fail = 0: must be above zero and finite"),
         (("--fail", "inf", *KEPT), "--fail = inf: must be above zero and finite"),
         (("--fail", "scenario", *KEPT), "--fail = scenario: the scenario has no failures"),
@@ -130,12 +130,12 @@ def test_goodput_is_predicted_from_an_earlier_run(scenario: Path, tmp_path: Path
     first = job_with(load_scenario(scenario), fail="3600")
     assert first.expected is None, "nobody knows how long a restart takes"
     file = measured(first, tmp_path / "measurement.json")
-    found = job_with(load_scenario(scenario), fail="3600", recovery=file)
-    times_s, same_s = ([fault.at_s for fault in job.faults[: len(first.faults)]] for job in (found, first))
+    later = job_with(load_scenario(scenario), fail="3600", recovery=file)
+    times_s, same_s = ([fault.at_s for fault in job.faults[: len(first.faults)]] for job in (later, first))
     assert times_s == pytest.approx(same_s), "the same failures, of which restarts that take longer meet more"
-    assert found.expected is not None
-    assert found.expected.waterfall_s["compute"] == pytest.approx(1000 * 0.01)
-    assert found.expected.waterfall_s["checkpoint"] == pytest.approx(100 * 0.05)
+    assert later.expected is not None
+    assert later.expected.waterfall_s["compute"] == pytest.approx(1000 * 0.01)
+    assert later.expected.waterfall_s["checkpoint"] == pytest.approx(100 * 0.05)
 
 
 def test_a_whole_run_takes_measured_restarts(scenario: Path, tmp_path: Path) -> None:

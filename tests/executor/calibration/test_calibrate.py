@@ -158,9 +158,9 @@ def test_a_request_that_this_machine_cannot_serve_is_refused() -> None:
 def test_groups_of_one_shape_cover_all_ranks_and_are_alike(
     num_ranks: int, ranks_per_node: int, shapes: set[tuple[int, int]]
 ) -> None:
-    found = group_shapes(num_ranks, ranks_per_node)
-    assert set(found) == shapes
-    for (size, num_nodes), groups in found.items():
+    groups_of = group_shapes(num_ranks, ranks_per_node)
+    assert set(groups_of) == shapes
+    for (size, num_nodes), groups in groups_of.items():
         assert sorted(rank for group in groups for rank in group) == list(range(num_ranks))
         assert {len(group) for group in groups} == {size}
         assert {len({rank // ranks_per_node for rank in group}) for group in groups} == {num_nodes}

@@ -224,9 +224,7 @@ def test_a_batch_of_another_shape_is_refused() -> None:
     captured = model_from_module(Tangled(), tokens, precisions=("fp32",))
     module = Tangled().double()
     (part, _) = recorded(module, captured, tokens(SIZE)).parts((0, 2, len(captured.starts)))
-    with pytest.raises(
-        ValueError, match=r"the batch has \(\(3, 4, 8\),\), and the module was cut for \(\(2, 4, 8\),\)"
-    ):
+    with pytest.raises(ValueError, match=r"batch .*\(3, 4, 8\).*\(2, 4, 8\)"):
         part.run(module, (), tokens(3))
 
 

@@ -156,8 +156,8 @@ def test_a_block_is_that_of_its_family(model: ModelSpec) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             x = x * self.stem(x.new_ones(1))
-            for each in self.blocks:
-                x = each(x)
+            for block in self.blocks:
+                x = block(x)
             return x
 
     shape = model.layers[0].output_shapes[0]
@@ -187,8 +187,8 @@ def test_the_peak_of_one_device_is_that_of_a_real_run(name: str, rel: float) -> 
         module = make()
         optimizer = torch.optim.AdamW(module.parameters(), fused=True)
         for _ in range(2):
-            for each in [batch(size) for _ in range(2)]:  # inputs of a whole step, as the executor has them
-                loss = call(module, each) / 2
+            for inputs in [batch(size) for _ in range(2)]:  # inputs of a whole step, as the executor has them
+                loss = call(module, inputs) / 2
                 loss.backward()  # type: ignore[no-untyped-call]
                 del loss
             optimizer.step()

@@ -44,9 +44,9 @@ class Blocks(nn.Module):
 
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
         scale = self.stem(x.new_ones(1))
-        x, given = x * scale, [other * scale for other in others]
+        x, scaled = x * scale, [other * scale for other in others]
         for block in self.blocks:
-            x = block(x, *given)
+            x = block(x, *scaled)
         return x.square().mean()
 
 
@@ -69,9 +69,9 @@ def saved_by_torch(block: nn.Module, inputs: Sequence[Tensor]) -> int:
         joint_graph_passes(graph)
         return min_cut_rematerialization_partition(graph, joint_inputs, **(kwargs | {"compiler": "inductor"}))
 
-    def backward(graph: Any, given: Sequence[Any]) -> Any:
+    def backward(graph: Any, gradients: Sequence[Any]) -> Any:
         places = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        pairs = zip(places, given, strict=True)
+        pairs = zip(places, gradients, strict=True)
         for node, value in pairs:
             is_weight = node.name.startswith("primals") and tuple(value.shape) in weights
             if isinstance(value, Tensor) and not is_weight and not node.name.startswith("tangents"):
@@ -151,9 +151,9 @@ def test_a_fused_kernel_moves_what_enters_and_leaves_it() -> None:
     h, tokens = 64, 64 * 64
     kernels = [2 * h, 2 * tokens, 4 * tokens, 8 * tokens, 3 * tokens]
     others = [0, 6 * h + 2 * 64, 6 * h + 2 * 64, 0, 6 * h]  # the condition is read whole
-    found = layer_traffic(compiled_blocks(captured_layers(graph), "fp32")[2], 4, 4, "compiled")
+    traffic_of_kernels = layer_traffic(compiled_blocks(captured_layers(graph), "fp32")[2], 4, 4, "compiled")
     wanted = [4 * (kernel + other) for kernel, other in zip(kernels, others, strict=True)]
-    assert [traffic.forward_bytes for traffic in found if traffic.forward_launches] == wanted
+    assert [traffic.forward_bytes for traffic in traffic_of_kernels if traffic.forward_launches] == wanted
 
 
 @pytest.mark.slow
@@ -194,8 +194,8 @@ def test_compiled_ranks_equal_one_process(plan: str, tmp_path: Path, monkeypatch
     assert measurement.losses == pytest.approx(losses, rel=RELATIVE)
     for rank in measurement.ranks:
         assert int((tmp_path / f"graphs.rank{rank.rank}").read_text()) > 0
-        found = torch.load(tmp_path / f"gradients.rank{rank.rank}.step0.pt")
-        for name, gradient in found.items():
+        of_rank = torch.load(tmp_path / f"gradients.rank{rank.rank}.step0.pt")
+        for name, gradient in of_rank.items():
             wanted = gradients[0][name.removeprefix("module.")]
             assert torch.allclose(gradient, wanted, rtol=1e-8, atol=1e-12), name
 

@@ -97,7 +97,7 @@ def test_packed_weights_of_a_capture_are_those_of_the_family() -> None:
         autocast=True,
         peft=False,
     )
-    found = []
+    packings = []
     for layers in (
         implemented_layers(spec.layers, TRANSFORMERS, spec.family),
         captured_layers(with_adapters(plain, 4, ("all",))),
@@ -105,9 +105,9 @@ def test_packed_weights_of_a_capture_are_those_of_the_family() -> None:
         block = with_frozen_base(layers[2], form)
         packed = [p.stored.packed_bytes(p.num_elements) for p in block.parameters if p.stored is not None]
         unpacked = [(k.n, k.k, k.propagates) for k in block.kernels if isinstance(k, Gemm) and k.stored is not None]
-        found.append((sorted(packed), sorted(unpacked), sum(block.saved_bytes(4))))
-    assert found[0] == found[1]
-    assert len(found[0][0]) == 7
+        packings.append((sorted(packed), sorted(unpacked), sum(block.saved_bytes(4))))
+    assert packings[0] == packings[1]
+    assert len(packings[0][0]) == 7
 
 
 def test_launch_file_with_a_capture_is_the_capture(tmp_path: Path) -> None:

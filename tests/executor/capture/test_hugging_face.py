@@ -217,8 +217,8 @@ def test_a_published_checkpoint_has_its_parameters(name: str) -> None:
     module, config = module_of_config(data)
     captured = model_from_module(module, batch_of(module, config, 16), precisions=("bf16",))
     of_scores = [b.numel() for key, b in module.named_buffers() if key.endswith("e_score_correction_bias")]
-    found = ModelSpec(name=name, family="captured", captured=captured).num_parameters
-    assert found + sum(of_scores) == num_parameters
+    num_captured = ModelSpec(name=name, family="captured", captured=captured).num_parameters
+    assert num_captured + sum(of_scores) == num_parameters
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def test_towers_have_a_backward_where_transformers_gives_embeddings_gradients(ki
     """With PEFT's adapters in the language model, and enable_input_require_grads; Qwen3-VL's tower has no hook."""
     module, batch, _ = _made(kind)
     plain = model_from_module(module, batch, precisions=("fp32",))
-    paths = [path for found in targets_of(plain, ("q_proj",)).values() for path in found if "language" in path]
+    paths = [path for of_target in targets_of(plain, ("q_proj",)).values() for path in of_target if "language" in path]
     adapted = with_adapters(plain, RANK, tuple(paths), input_grads=True)
     assert isinstance(module, PreTrainedModel)
     adapt(module, paths)
@@ -169,8 +169,8 @@ def test_towers_have_a_backward_where_transformers_gives_embeddings_gradients(ki
     matmuls = [kernel for layer in layers for kernel in layer.kernels if isinstance(kernel, Gemm)]
     cores = [kernel for layer in layers for kernel in layer.kernels if isinstance(kernel, Attention)]
     of_attention = sum(2 * kernel.flops * (1 + kernel.causal) for kernel in cores if kernel.propagates)
-    found = sum(kernel.flops * kernel.backward_matmuls for kernel in matmuls) + of_attention
-    assert found == pytest.approx(backward, rel=5e-3)
+    flops = sum(kernel.flops * kernel.backward_matmuls for kernel in matmuls) + of_attention
+    assert flops == pytest.approx(backward, rel=5e-3)
     has_hook = any("vision" in path or "visual" in path for path in plain.input_embeddings)
     assert has_hook is (kind != "qwen3_vl")
 
@@ -204,8 +204,8 @@ def test_a_loop_over_samples_counts_as_the_samples_together() -> None:
 
     for precision in ("fp32", "autocast"):
         loops, together = (
-            _total(captured_layers(model_from_module(_Looping(each), batch, precisions=(precision,))))
-            for each in (True, False)
+            _total(captured_layers(model_from_module(_Looping(loops), batch, precisions=(precision,))))
+            for loops in (True, False)
         )
         assert loops == together
 

@@ -91,7 +91,7 @@ def test_stages_with_units_by_class_are_rehearsed(precision: Precision) -> None:
 def test_losses_in_bf16_are_those_without_stages(whole: dict[str, Any], plan: str, tmp_path: Path) -> None:
     """To the last bit, under autocast and FSDP2."""
     plans = {"whole": whole, "stages": PLANS[plan]}
-    runs = [run_job(job_of(prediction_of("DiT", each, "bf16")), tmp_path / name) for name, each in plans.items()]
+    runs = [run_job(job_of(prediction_of("DiT", plan, "bf16")), tmp_path / name) for name, plan in plans.items()]
     assert runs[0].losses == runs[1].losses
 
 
@@ -150,7 +150,7 @@ def test_a_rehearsal_on_this_machine_measures_all_actions() -> None:
 @pytest.mark.parametrize("plan", ["1f1b", "interleaved"])
 def test_pipelines_go_on_from_checkpoints_as_other_pipelines_do(plan: str, tmp_path: Path) -> None:
     """Four steps on two ranks, then one rank goes on with the same samples, as without a break."""
-    first, after = (job_of(prediction_of("DiT", each), dtype="fp64") for each in (PLANS[plan], {}))
+    first, after = (job_of(prediction_of("DiT", plan_fields), dtype="fp64") for plan_fields in (PLANS[plan], {}))
     after = after.model_copy(update={"model": first.model})  # two captures have different largest labels
     whole = undisturbed(first, tmp_path / "whole")
     _, second = in_two_parts(first, after, tmp_path)

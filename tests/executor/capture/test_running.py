@@ -158,10 +158,10 @@ def assert_equal_to_one_process(job: RunSpec, found_losses: Sequence[float], fol
     for step, wanted in enumerate(gradients):
         seen: set[str] = set()
         for rank in range(job.plan.num_devices):
-            found = torch.load(folder / f"gradients.rank{rank}.step{step}.pt")
-            seen.update(name.removeprefix("module.") for name in found)
+            of_rank = torch.load(folder / f"gradients.rank{rank}.step{step}.pt")
+            seen.update(name.removeprefix("module.") for name in of_rank)
             assert job.plan.pp > 1 or seen == set(wanted)
-            for name, gradient in found.items():
+            for name, gradient in of_rank.items():
                 expected = wanted[name.removeprefix("module.")]
                 assert torch.allclose(gradient, expected, rtol=1e-8, atol=1e-12), (step, rank, name)
         assert seen == set(wanted)

@@ -37,6 +37,7 @@ from tests.executor.forked import run_program
 from tests.executor.rank_programs.compressing_ranks import NUM_RANKS
 from tests.executor.train.test_checkpoints import undisturbed, with_checkpoints
 from tests.executor.train.test_equality import assert_equal_to_one_process, run_in_float64
+from tests.support.problems import refuses
 from tests.support.slow import slow_except
 from tests.support.sources import ROOT
 
@@ -142,10 +143,10 @@ def at_random(values: Array, means: Array, feedback: bool) -> Array:
 CASES: dict[str, tuple[dict[str, Any], Callable[[Array, Array], Array]]] = {
     "top_k": ({"ratio": RATIO}, lambda x, _: top_k(x, feedback=True)),
     "top_k without feedback": ({"ratio": RATIO, "error_feedback": False}, lambda x, _: top_k(x, feedback=False)),
-    "random_k": ({"ratio": RATIO}, lambda x, found: at_random(x, found, feedback=True)),
+    "random_k": ({"ratio": RATIO}, lambda x, generator: at_random(x, generator, feedback=True)),
     "random_k without feedback": (
         {"ratio": RATIO, "error_feedback": False},
-        lambda x, found: at_random(x, found, feedback=False),
+        lambda x, generator: at_random(x, generator, feedback=False),
     ),
     "powersgd batched": ({"batched": True, "rank": 3}, lambda x, _: low_rank(x, 3)),
     "int8": ({}, lambda x, _: in_blocks(x, partial(to_integers, largest=127), feedback=True)),
@@ -273,16 +274,11 @@ def test_peak_memory_is_that_predicted(name: str, tmp_path: Path) -> None:
     assert measured == pytest.approx(prediction.memory[0].allocated_bytes, rel=0.1)
 
 
-def refusal(**fields: Any) -> str:
-    with pytest.raises(NotModelledError) as caught:
-        check_job(make_job(model=make_model(), dp=2, **fields))
-    return caught.value.problems[0].sentence()
-
-
 def test_run_refuses_what_it_would_not_measure() -> None:
-    assert "2 steps with whole gradients, and this run measures all after its first 1" in refusal(
-        plan={"dp_replicate": 2, "compression": {"kind": "powersgd", "start_step": 2, "min_compression": 0.1}}
-    )
+    compression = {"kind": "powersgd", "start_step": 2, "min_compression": 0.1}
+    job = make_job(model=make_model(), dp=2, plan={"dp_replicate": 2, "compression": compression})
+    with refuses("plan.compression.start_step", rule="2 steps with whole gradients", kind=NotModelledError):
+        check_job(job)
 
 
 def of_two_ranks(compression: Compression, **fields: Any) -> RunSpec:
@@ -345,6 +341,6 @@ def test_scenario_of_a_kind_has_the_bytes_that_it_expects(file: Path) -> None:
     assert compression is not None
     assert file.stem.startswith(f"compression-{compression.kind.replace('_', '-')}")
     there = replace(scenario.job, cluster=catalog.cluster("dgx-h100", num_devices=2))  # which needs no calibration
-    found = [evaluate(each, predict(there).to_json(timeline=False)) for each in scenario.expect]
-    assert len(found) == 2
-    assert all(each.passed for each in found), [each.message for each in found]
+    results = [evaluate(expectation, predict(there).to_json(timeline=False)) for expectation in scenario.expect]
+    assert len(results) == 2
+    assert all(result.passed for result in results), [result.message for result in results]

@@ -129,8 +129,8 @@ def test_replicas_go_on_without_one_that_leaves(
     for step, weights in enumerate(expected.weights):
         for replica in LEFT if (when, step) == ("kept", last) else members[step // INNER_STEPS]:
             for rank in range(replica * num_ranks, (replica + 1) * num_ranks):
-                found: Tensor = torch.load(tmp_path / f"weights.rank{rank}.step{step}.pt")
-                torch.testing.assert_close(found, weights[replica], rtol=RELATIVE, atol=RELATIVE)
+                weight: Tensor = torch.load(tmp_path / f"weights.rank{rank}.step{step}.pt")
+                torch.testing.assert_close(weight, weights[replica], rtol=RELATIVE, atol=RELATIVE)
     assert ran_as_predicted(measurement)
     if "tp" not in inside:  # whose weights are gathered by recorded collectives, to be written
         assert_issued_as_predicted(Run(job, measurement, tmp_path))

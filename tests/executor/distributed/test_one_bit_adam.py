@@ -36,7 +36,11 @@ def replayed(job: RunSpec, decay: float) -> list[Vector]:
     replicas = Replicas(job)
     weights = replicas.get(0).numpy()
     m, v = np.zeros_like(weights), np.zeros_like(weights)
-    blocks, found, places = InBlocks(to_sign, num_padded(replicas)), list[Vector](), places_in_blocks(replicas)
+    blocks, weights_by_step, places = (
+        InBlocks(to_sign, num_padded(replicas)),
+        list[Vector](),
+        places_in_blocks(replicas),
+    )
     for step in range(1, NUM_STEPS + 1):
         replicas.backward(step - 1)
         gradients = np.stack([gradient_of(model) for model in replicas.models])
@@ -54,8 +58,8 @@ def replayed(job: RunSpec, decay: float) -> list[Vector]:
         weights = weights - RATE * (update + decay * weights)
         for rank in range(2):
             replicas.set(rank, torch.from_numpy(weights.copy()))
-        found.append(weights)
-    return found
+        weights_by_step.append(weights)
+    return weights_by_step
 
 
 def num_padded(replicas: Replicas) -> int:
@@ -90,8 +94,8 @@ def test_weights_equal_a_replay(optimizer: str, decay: float, tmp_path: Path) ->
 def test_first_steps_are_those_of_adam(optimizer: str, tmp_path: Path) -> None:
     """To the last bit; the steps after them are not."""
     compression = {"kind": "one_bit_adam", "warmup_share": NUM_WHOLE / NUM_STEPS}
-    (_, plain), (_, found) = (
-        weighed(job_of(optimizer, each), tmp_path / str(number)) for number, each in enumerate((None, compression))
+    (_, plain), (_, compressed) = (
+        weighed(job_of(optimizer, kind), tmp_path / str(number)) for number, kind in enumerate((None, compression))
     )
-    equal = [torch.equal(ours[0], theirs[0]) for ours, theirs in zip(found, plain, strict=True)]
+    equal = [torch.equal(ours[0], theirs[0]) for ours, theirs in zip(compressed, plain, strict=True)]
     assert equal == [True] * NUM_WHOLE + [False] * (NUM_STEPS - NUM_WHOLE)

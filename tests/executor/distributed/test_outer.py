@@ -108,8 +108,8 @@ class Replicas:
             done = step + 1 - replication.start_step
             if done > 0 and done % between == 0:
                 part = parts[(done // between - 1) % len(parts)]
-                own = [self.get(replica)[part] for replica in everyone]
-                self.sent.append([anchor[part] - weights for weights in own])
+                weights_of_all = [self.get(replica)[part] for replica in everyone]
+                self.sent.append([anchor[part] - weights for weights in weights_of_all])
                 late[step + replication.steps_beside] = part, torch.stack(self.sent[-1]).mean(0)
             if step in late:
                 part, delta = late.pop(step)
@@ -174,10 +174,10 @@ def test_replicas_train_as_models_alone(name: str, tmp_path: Path) -> None:
     expected = Replicas(job).train(job.num_all_steps)
     assert measurement.losses == pytest.approx(expected.losses, rel=RELATIVE)
     per_replica = job.plan.num_devices // 2
-    for found, wanted in zip(weights, expected.weights, strict=True):
-        for rank, own in enumerate(found):
-            torch.testing.assert_close(own, wanted[rank // per_replica], rtol=RELATIVE, atol=RELATIVE)
-    together = [torch.equal(*found[::per_replica]) for found in weights]  # to the last bit
+    for of_ranks, wanted in zip(weights, expected.weights, strict=True):
+        for rank, weight in enumerate(of_ranks):
+            torch.testing.assert_close(weight, wanted[rank // per_replica], rtol=RELATIVE, atol=RELATIVE)
+    together = [torch.equal(*of_ranks[::per_replica]) for of_ranks in weights]  # to the last bit
     if job.plan.replication is not None and job.plan.replication.kind != "streaming_diloco":
         first, inner = job.num_whole_steps, job.plan.round_steps
         assert together == [step < first or (step + 1 - first) % inner == 0 for step in range(NUM_STEPS)]
@@ -327,6 +327,6 @@ def test_scenario_has_the_bytes_that_it_expects(name: str) -> None:
     scenario = load_scenario(ROOT / f"scenarios/ways/{name}.yaml")
     number = scenario.job.plan.num_devices
     there = replace(scenario.job, cluster=catalog.cluster("dgx-h100", num_devices=number))  # needs no calibration
-    found = [evaluate(each, predict(there).to_json(timeline=False)) for each in scenario.expect]
-    assert len(found) == 2
-    assert all(each.passed for each in found), [each.message for each in found]
+    results = [evaluate(expectation, predict(there).to_json(timeline=False)) for expectation in scenario.expect]
+    assert len(results) == 2
+    assert all(result.passed for result in results), [result.message for result in results]

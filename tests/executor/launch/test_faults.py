@@ -236,7 +236,7 @@ def test_a_stopped_rank_counts_as_hanging_and_is_ended(tmp_path: Path) -> None:
             stopped.append(beat.pid)
 
     job = make_job("1f1b", pp=2, model=make_model("llama"), num_steps=10**6, timeout_s=25.0)
-    with pytest.raises(RunError, match=r"^rank 1 was stopped by a signal, and made no progress for 25 s$"):
+    with pytest.raises(RunError, match=r"^rank 1 .*signal.* 25 s$"):
         run_job(job, tmp_path, stop_rank_1)
     assert stopped
     wait_until_gone(tmp_path)

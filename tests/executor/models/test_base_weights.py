@@ -27,6 +27,7 @@ from simplan.validate.compare import issued_as_predicted
 from tests.executor.conftest import MICROBATCH_SIZE, NUM_MICROBATCHES, make_job, make_model
 from tests.executor.models.layer_runs import PEAK, LayerRun, traced
 from tests.executor.models.test_lora import model_of
+from tests.support.problems import says
 
 BNB = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 TORCHAO: dict[str, Any] = {"format": "nf4", "library": "torchao", "double_quantization": True}
@@ -221,8 +222,8 @@ def test_ranks_equal_one_process_and_issue_what_is_predicted(name: str, plan: st
 @pytest.mark.parametrize(
     ("base", "sentence"),
     [
-        ({"format": "int8"}, "the executor runs nf4 and fp4 of bitsandbytes, and nf4 of torchao; use nf4"),
-        ({**TORCHAO, "upcast": True}, "the executor has frozen weights in the precision of computation"),
+        ({"format": "int8"}, "nf4 and fp4 ... nf4 ... use nf4"),
+        ({**TORCHAO, "upcast": True}, "precision of computation"),
     ],
 )
 def test_weights_that_are_not_run_are_refused(base: dict[str, Any], sentence: str) -> None:
@@ -230,7 +231,7 @@ def test_weights_that_are_not_run_are_refused(base: dict[str, Any], sentence: st
     training = job.training.model_copy(update={"base_weights": BaseWeights(**base)})
     with pytest.raises(NotModelledError) as error:
         check_job(job.model_copy(update={"training": training}))
-    assert sentence in str(error.value)
+    assert says(str(error.value), sentence)
 
 
 def test_widths_of_a_job_are_those_of_the_test() -> None:

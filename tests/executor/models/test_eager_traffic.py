@@ -33,8 +33,8 @@ class CountedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name.removeprefix("aten::")
         if name not in (*COMPUTE, *VIEWS) and "scaled_dot_product" not in name:
             read, written = (
-                sum(t.numel() * t.element_size() for t in tree_leaves(each) if isinstance(t, Tensor))
-                for each in ((args, kwargs), out)
+                sum(t.numel() * t.element_size() for t in tree_leaves(tree) if isinstance(t, Tensor))
+                for tree in ((args, kwargs), out)
             )
             in_place = name.endswith("_")
             self.num_bytes += read * (2 if name in TWO_KERNELS else 1) + (0 if in_place else written)
@@ -105,7 +105,7 @@ def test_eager_rotation_moves_the_bytes_torch_moves() -> None:
     queries, keys = (torch.randn(B, 8, T, H, requires_grad=True) for _ in range(2))
     with CountedBytes() as forward:
         out = rotated(queries), rotated(keys)
-    gradients = [torch.ones_like(each) for each in out]
+    gradients = [torch.ones_like(tensor) for tensor in out]
     with CountedBytes() as backward:
         torch.autograd.backward(out, gradients)
     llama = ModelSpec(

@@ -67,10 +67,10 @@ def test_blocks_are_those_of_the_paper(layer_type: str, index: int) -> None:
             y = functional.conv2d(y, convolution.weight, stride=stride, padding=int(wide))
             y = normed(y, getattr(block, f"bn{number}"))
             y = y if number == (2 if layer_type == "basic" else 3) else y.clamp(min=0)
-    beside = x
+    shortcut = x
     if form.has_shortcut:
-        beside = normed(functional.conv2d(x, block.shortcut.weight, stride=form.stride), block.shortcut_norm)
-    wanted = (y + beside).clamp(min=0)
+        shortcut = normed(functional.conv2d(x, block.shortcut.weight, stride=form.stride), block.shortcut_norm)
+    wanted = (y + shortcut).clamp(min=0)
     output = block(x)
     assert_close(output, wanted)
     assert output.shape[1:] == spec.layers[index].output_shapes[0]

@@ -211,8 +211,8 @@ def test_own_blocks_compute_the_same(name: str, monkeypatch: pytest.MonkeyPatch)
         assert isinstance(out, Tensor)
         out.square().sum().backward()  # type: ignore[no-untyped-call]
         results.append((out.detach(), leaf.grad))
-    for own, other in zip(*results, strict=True):
-        torch.testing.assert_close(own, other, rtol=2e-4, atol=2e-4)
+    for left, right in zip(*results, strict=True):
+        torch.testing.assert_close(left, right, rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("name", MODELS)

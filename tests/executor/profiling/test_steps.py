@@ -27,6 +27,7 @@ from simplan.program.timeline import SpanKind
 from simplan.runs.measurement import MeasuredCollective, MeasuredSpan, SlowRank
 from simplan.runs.run_spec import RunSpec
 from tests.executor.conftest import make_job, make_model
+from tests.support.problems import says
 
 SLOWER_S = 0.4
 """As in rank_programs/faulty_worker.py."""
@@ -54,9 +55,7 @@ def test_a_slow_rank_is_told(strategy: dict[str, Any], tmp_path: Path, with_faul
     assert slow.compute_s > SLOWER_S > slow.others_compute_s
     assert slow.factor > 1.0
     assert list(run.notes) == notes == [slow.sentence]
-    assert notes[0].startswith(
-        f"rank 1 needs {slow.factor:.1f} times the compute time of rank 0, which has the same work: "
-    )
+    assert says(notes[0], "rank 1", f"{slow.factor:.1f} times", "rank 0", "same work: ")
 
 
 def record(duration_s: float, waits: tuple[tuple[float, float], ...] = ()) -> StepRecord:
@@ -77,7 +76,7 @@ def test_only_what_a_rank_computes_counts() -> None:
     assert compute_s(record(10.0), buckets=True, cuda=True) == 10.0
 
 
-def found(job: RunSpec, times_s: Any) -> tuple[SlowRank, ...]:
+def slow_ranks_of(job: RunSpec, times_s: Any) -> tuple[SlowRank, ...]:
     return find_slow_ranks(job, [tuple(record(float(x)) for x in step) for step in times_s], cuda=False)
 
 
@@ -93,14 +92,14 @@ def test_equal_ranks_that_scatter_are_not_slow(seed: int, num_steps: int, spread
     steps = np.exp(spread * random.normal(size=(num_steps, 1)))  # what disturbs both alike
     times_s = np.exp(0.05 * random.normal(size=(num_steps, 2)))
     times_s *= np.where(random.random((num_steps, 2)) < hiccup, 5.0, 1.0)
-    assert found(make_job(dp=2), steps * times_s) == ()
+    assert slow_ranks_of(make_job(dp=2), steps * times_s) == ()
 
 
 @given(factor=st.floats(1.0, 5.0), seed=st.integers(0, 2**32 - 1))
 def test_a_rank_is_slow_from_a_factor_on(factor: float, seed: int) -> None:
     times_s = np.exp(0.01 * np.random.default_rng(seed).normal(size=(20, 4)))
     times_s[:, 2] *= factor
-    slow = found(make_job(dp=4), times_s)
+    slow = slow_ranks_of(make_job(dp=4), times_s)
     if factor > 1.05 * MIN_SLOWDOWN:
         (slow_rank,) = slow
         assert slow_rank.rank == 2
@@ -115,7 +114,7 @@ def test_a_rank_is_slow_from_a_factor_on(factor: float, seed: int) -> None:
 def test_rank_of_a_third_of_the_speed_is_found_on_a_loaded_machine(seed: int) -> None:
     """Each rank waits for cores of its own: steps of one rank differ by more than the two ranks do."""
     times_s = np.exp(0.8 * np.random.default_rng(seed).normal(size=(120, 2))) * [1.0, 3.0]
-    (slow,) = found(make_job(dp=2), times_s)
+    (slow,) = slow_ranks_of(make_job(dp=2), times_s)
     assert slow.rank == 1
     assert 1.5 < slow.factor < 6.0
 
@@ -123,7 +122,7 @@ def test_rank_of_a_third_of_the_speed_is_found_on_a_loaded_machine(seed: int) ->
 def test_one_stall_of_the_other_rank_hides_no_slow_rank() -> None:
     times_s = np.tile([1.0, 3.0], (10, 1))
     times_s[4, 0] = 8.0
-    (slow,) = found(make_job(dp=2), times_s)
+    (slow,) = slow_ranks_of(make_job(dp=2), times_s)
     assert (slow.rank, slow.factor) == (1, 3.0)
 
 
@@ -131,31 +130,28 @@ def test_one_stall_of_the_other_rank_hides_no_slow_rank() -> None:
 def test_rank_that_shares_its_core_for_a_while_is_not_slow(seed: int, load: float, share: float) -> None:
     times_s = np.exp(0.1 * load * np.random.default_rng(seed).normal(size=(40, 2)))
     times_s[: int(40 * share), 1] *= 4.0
-    assert found(make_job(dp=2), times_s) == ()
+    assert slow_ranks_of(make_job(dp=2), times_s) == ()
 
 
 def test_stages_are_not_compared() -> None:
     """The second stage may have more to do than the first."""
     times_s = np.tile([1.0, 1.0, 3.0, 3.0], (10, 1))
-    assert found(make_job("1f1b", pp=2, dp=2), times_s) == ()
+    assert slow_ranks_of(make_job("1f1b", pp=2, dp=2), times_s) == ()
     times_s[:, 3] = 6.0
-    (slow,) = found(make_job("1f1b", pp=2, dp=2), times_s)
+    (slow,) = slow_ranks_of(make_job("1f1b", pp=2, dp=2), times_s)
     assert (slow.rank, slow.factor, slow.compared_with) == (3, 2.0, (2,))
 
 
 def test_a_short_run_says_nothing() -> None:
     times_s = np.tile([1.0, 3.0], (10, 1))
-    assert found(make_job(dp=2), times_s)
-    assert found(make_job(dp=2), times_s[:8]) == ()  # one of 2^8 = 256 such runs of equal ranks
-    assert found(make_job(dp=2), 0.06 * times_s) == ()
+    assert slow_ranks_of(make_job(dp=2), times_s)
+    assert slow_ranks_of(make_job(dp=2), times_s[:8]) == ()  # one of 2^8 = 256 such runs of equal ranks
+    assert slow_ranks_of(make_job(dp=2), 0.06 * times_s) == ()
 
 
 def test_report_sentences() -> None:
     slow = SlowRank(rank=3, factor=2.14, compared_with=(0, 1), compute_s=0.0412, others_compute_s=0.0193)
-    assert slow.sentence == (
-        "rank 3 needs 2.1 times the compute time of rank 0 and rank 1, which have the same work: "
-        "41.2 ms per step compared with 19.3 ms"
-    )
+    assert says(slow.sentence, "rank 3", "2.1 times", "rank 0 and rank 1", "41.2 ms per step", "19.3 ms")
     assert "of 5 others, which have" in slow.model_copy(update={"compared_with": (0, 1, 2, 4, 5)}).sentence
 
 

@@ -21,7 +21,7 @@ from simplan.errors import RunError, SpecError
 from simplan.io import read_model
 from simplan.program.program import MemoryCategory
 from simplan.runs.recording import RecordedCollective, Recording
-from tests.support.problems import refuses
+from tests.support.problems import refuses, says
 
 MIB = 2**20
 
@@ -86,8 +86,8 @@ def test_loop_without_a_look_counts_all_steps_and_knows_less(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("num_steps", "rule"),
     [
-        (0, "no step was recorded; call step() after every update of the optimizer"),
-        (1, "1 step recorded, and the first 3 do not count; record 4 or more, better 23"),
+        (0, "step ... recorded"),
+        (1, "1 ... 3 ... 4 ... 23"),
         (NUM_LOOKED_AT, "3 steps recorded, and the first 3 do not count"),
     ],
 )
@@ -96,7 +96,7 @@ def test_recording_of_too_few_steps_is_refused(num_steps: int, rule: str, tmp_pa
     with pytest.raises(RunError) as error, record(file) as run:  # noqa: PT012
         for _ in range(num_steps):
             run.step()
-    assert str(error.value).startswith(f"{file} is not written: {rule}")
+    assert says(str(error.value), f"{file} is not written: ", rule)
     assert not file.exists()
 
 

@@ -147,7 +147,7 @@ def test_a_server_of_one_worker_trains_as_one_process(optimizer: Any) -> None:
     parameters, gradients = parameters_and_gradients(6)
     server = ParameterServer(replication, 0, 1, [parameter.numel() for parameter in parameters], optimizer)
     torch._foreach_copy_(
-        [each.detach() for each in server.parameters], [each.detach().flatten() for each in parameters]
+        [tensor.detach() for tensor in server.parameters], [tensor.detach().flatten() for tensor in parameters]
     )
     for step in gradients:
         message = torch.cat([torch.ones(HEADER), *(gradient.flatten() for gradient in step)])

@@ -93,13 +93,13 @@ def assert_equal_to_one_process(finished_run: Run) -> None:
         seen = set()
         for rank in range(job.plan.num_devices):
             file = finished_run.out_dir / f"gradients.rank{rank}.step{step}.pt"
-            for name, found in torch.load(file).items():
+            for name, tensor in torch.load(file).items():
                 # Of a tied weight on two stages, the head's copy is the embedding's tensor.
                 name = name if name in wanted else "layers.0.wte.weight"
-                expected = own_part(job, rank, name, wanted[name], found)
+                expected = own_part(job, rank, name, wanted[name], tensor)
                 # biases of keys change no softmax: their gradients are nothing but rounding
                 scale = max(float(expected.abs().max()), RELATIVE * largest)
-                assert float((found - expected).abs().max()) < RELATIVE * scale, (step, rank, name)
+                assert float((tensor - expected).abs().max()) < RELATIVE * scale, (step, rank, name)
                 seen.add(name)
         assert seen == set(wanted)
 

@@ -87,9 +87,9 @@ def test_ranks_equal_one_process_with_the_formulas(name: str, tmp_path: Path) ->
     assert run.measurement.losses == pytest.approx(losses, rel=RELATIVE)
     for step, wanted in enumerate(gradients):
         for rank in range(2):
-            found = torch.load(tmp_path / f"gradients.rank{rank}.step{step}.pt")
-            assert found.keys() == wanted.keys()
-            for key, gradient in found.items():
+            of_rank = torch.load(tmp_path / f"gradients.rank{rank}.step{step}.pt")
+            assert of_rank.keys() == wanted.keys()
+            for key, gradient in of_rank.items():
                 largest = float(wanted[key].abs().max())
                 assert float((gradient - wanted[key]).abs().max()) < RELATIVE * largest, (step, rank, key)
     assert_issued_as_predicted(run)
@@ -156,9 +156,9 @@ def loss_of(job: RunSpec, model: nn.Module, compared: nn.Module, tokens: Tensor,
     if task == "asft":
         terms = []
         for x, y in zip(tokens, targets, strict=True):
-            own, other = log_softmax(model(x[None])[0], -1), log_softmax(compared(x[None])[0], -1).detach()
-            of_targets = own.gather(1, y[:, None])[:, 0]
-            apart = (other.exp() * (other - own)).sum(-1)
+            trained, other = log_softmax(model(x[None])[0], -1), log_softmax(compared(x[None])[0], -1).detach()
+            of_targets = trained.gather(1, y[:, None])[:, 0]
+            apart = (other.exp() * (other - trained)).sum(-1)
             terms.append((-of_targets * of_targets.detach().exp() + beta * apart).mean())
         return torch.stack(terms).mean()
     losses, nll = [], torch.zeros((), dtype=torch.float64)
@@ -271,14 +271,14 @@ def test_divergence_keeps_and_takes_what_torch_does() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), memory:
-        given = hidden @ weight.t()
-        logits = given.float()
-        own, other = (each[:, :-1].contiguous().flatten(0, 1) for each in (logits, reference))
-        entropy = torch_cross_entropy(own, targets, reduction="none")
-        log_probs, probs = log_softmax(own, dim=-1), softmax(other, dim=-1)
+        full_logits = hidden @ weight.t()
+        logits = full_logits.float()
+        trained, other = (of_model[:, :-1].contiguous().flatten(0, 1) for of_model in (logits, reference))
+        entropy = torch_cross_entropy(trained, targets, reduction="none")
+        log_probs, probs = log_softmax(trained, dim=-1), softmax(other, dim=-1)
         divergence = kl_div(log_probs, probs, reduction="none").sum(-1)
         loss = (entropy * torch.exp(-entropy).detach()).mean() + 0.1 * divergence.mean()
         assert sum(saved.values()) == pytest.approx(predicted.logits, rel=0.02)
-        most = max(sum(point) for point in predicted.forward) + predicted.logits
-        assert memory.most_bytes == pytest.approx(most, rel=0.02)
+        most_elements = max(sum(point) for point in predicted.forward) + predicted.logits
+        assert memory.most_bytes == pytest.approx(most_elements, rel=0.02)
         del loss

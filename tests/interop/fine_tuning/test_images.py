@@ -56,11 +56,11 @@ def captures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("captures")
     batch, images = batch_with_images(module, config, _LENGTH, Images(1))
     seeing = model_from_module(module, batch, precisions=("bf16", "autocast"), name="llava")
-    texts = tuple(given for given in seeing.inputs if given.name != "pixel_values")
-    found = {"with images": folder / "vlm.json", "of texts": folder / "texts.json"}
-    write_model(found["with images"], seeing.model_copy(update={"images": images}))
-    write_model(found["of texts"], seeing.model_copy(update={"inputs": texts}))
-    return found
+    texts = tuple(tensor for tensor in seeing.inputs if tensor.name != "pixel_values")
+    files = {"with images": folder / "vlm.json", "of texts": folder / "texts.json"}
+    write_model(files["with images"], seeing.model_copy(update={"images": images}))
+    write_model(files["of texts"], seeing.model_copy(update={"inputs": texts}))
+    return files
 
 
 def _read(folder: Path, text: str, capture: Path | None) -> ModelSpec:
@@ -120,7 +120,7 @@ def test_adapters_are_where_the_tool_puts_them(
     tmp_path: Path, captures: dict[str, Path], text: str, adapted: set[str]
 ) -> None:
     model = _read(tmp_path, text, captures["with images"])
-    paths = {path for found in targets_of(_captured(model), model.lora_targets).values() for path in found}
+    paths = {path for of_target in targets_of(_captured(model), model.lora_targets).values() for path in of_target}
     assert {path.split(".")[1] for path in paths} == adapted
 
 

@@ -90,11 +90,13 @@ LATER = """if False:
 
 
 def notebook(*cells: str) -> str:
-    found: list[dict[str, Any]] = [{"cell_type": "markdown", "metadata": {}, "source": ["# Fine-tune"]}]
+    notebook_cells: list[dict[str, Any]] = [{"cell_type": "markdown", "metadata": {}, "source": ["# Fine-tune"]}]
     for cell in cells:
         lines = cell.splitlines(keepends=True)
-        found.append({"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None, "source": lines})
-    return json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": found})
+        notebook_cells.append(
+            {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None, "source": lines}
+        )
+    return json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": notebook_cells})
 
 
 def job_of(folder: Path, text: str, name: str = "train.py", **more: Any) -> Job:
@@ -152,12 +154,12 @@ def test_script_has_unsloths_defaults(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"),
+    ("argument", "wanted"),
     [('"unsloth"', ("full", True)), ("True", ("full", False)), ("False", ("none", False))],
 )
-def test_checkpointing_is_that_of_the_model(given: str, wanted: tuple[str, bool], tmp_path: Path) -> None:
+def test_checkpointing_is_that_of_the_model(argument: str, wanted: tuple[str, bool], tmp_path: Path) -> None:
     """The argument of the Trainer does not count, and below 512 tokens nothing moves."""
-    adapted = ADAPT.replace('"unsloth"', given)
+    adapted = ADAPT.replace('"unsloth"', argument)
     train = TRAIN.replace("max_steps = 60", "gradient_checkpointing = False")
     plan = job_of(tmp_path, LOAD + adapted + DATA + train).plan
     assert (plan.recompute, plan.offload_activations) == wanted

@@ -76,8 +76,8 @@ def test_configuration_becomes_its_plan(name: str, tmp_path: Path) -> None:
     assert source.configuration.format == "torchtune"
     assert not source.configuration.unknown
     job = source.scenario().job
-    found = {section: {key: getattr(getattr(job, section), key) for key in keys} for section, keys in expected.items()}
-    assert found == expected
+    values = {section: {key: getattr(getattr(job, section), key) for key in keys} for section, keys in expected.items()}
+    assert values == expected
     is_own = name != "three dimensions"  # of which torchtune's modules are not modeled
     assert job.software.id == ("torchtune" if is_own else "torch")
     assert job.software.loss == ("chunked" if is_own else "whole")

@@ -37,7 +37,7 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_gradients: Any) -> tuple[Tensor, ...]:
-        return tuple(torch.zeros_like(each) for each in ctx.saved_tensors[:3])
+        return tuple(torch.zeros_like(saved) for saved in ctx.saved_tensors[:3])
 
 
 class Norm(nn.Module):
@@ -83,7 +83,9 @@ class AdaptedQKV(nn.Module):
             self.lora_B = nn.Parameter(torch.ones(sum(self.shapes), rank))
         ends = torch.tensor([0, *widths.values()]).cumsum(0).tolist()
         places = [range(ends["qkv".index(part)], ends["qkv".index(part) + 1]) for part in parts]
-        self.register_buffer("places", torch.tensor([place for each in places for place in each], dtype=torch.long))
+        self.register_buffer(
+            "places", torch.tensor([place for place_list in places for place in place_list], dtype=torch.long)
+        )
         self.is_whole = len(parts) == len("qkv")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -124,10 +126,10 @@ class Block(nn.Module):
         b, t, _ = x.shape
         sizes = [n * self.size for n in (self.heads, self.groups, self.groups)]
         q, k, v = torch.split(self.qkv(self.norm_1(x)), sizes, -1)
-        q, k, v = (each.view(b, t, -1, self.size).transpose(1, 2) for each in (q, k, v))
+        q, k, v = (heads.view(b, t, -1, self.size).transpose(1, 2) for heads in (q, k, v))
         q, k = self._turned(q), self._turned(k)
         if self.groups != self.heads:
-            k, v = (each.repeat_interleave(self.heads // self.groups, dim=1) for each in (k, v))
+            k, v = (heads.repeat_interleave(self.heads // self.groups, dim=1) for heads in (k, v))
         y: Tensor = Attend.apply(q, k, v)  # type: ignore[no-untyped-call]  # torch has no types for it
         x = x + self.proj(y.transpose(1, 2).reshape(b, t, -1))
         normed = self.norm_2(x)
@@ -157,7 +159,7 @@ def predicted(kind: LayerKind, base: BaseWeights | None = None, **model: Any) ->
     task: Any = "lora" if model.get("lora_rank") else "sft"
     training = TrainingSpec(global_batch_size=BATCH, precision="bf16", pure_bf16=True, task=task, base_weights=base)
     spec, plan = ModelSpec(**SIZES | model), ParallelPlan()
-    layer = [each for each in LITGPT.layers_of(spec, plan, training) if each.kind is kind][-1]
+    layer = [candidate for candidate in LITGPT.layers_of(spec, plan, training) if candidate.kind is kind][-1]
     saved = Recomputation(frozenset(tensor.name for tensor in layer.saved))
     return layer, LayerTensors(layer, BATCH, LITGPT.state(training, plan), saved)
 

@@ -105,7 +105,7 @@ class Block(nn.Module):
         k, v = self._rotated(k).transpose(1, 2), v.transpose(1, 2)
         if self.heads != self.groups:
             shape = (b, self.groups, self.heads // self.groups, -1, self.size)
-            k, v = (each.unsqueeze(2).expand(shape).flatten(1, 2) for each in (k, v))
+            k, v = (heads.unsqueeze(2).expand(shape).flatten(1, 2) for heads in (k, v))
         output = Attend.apply(q, k, v)  # type: ignore[no-untyped-call]  # torch has no types for it
         result: Tensor = self.output_proj(output.transpose(1, 2).contiguous().view(b, s, -1))
         return result
@@ -125,7 +125,7 @@ def predicted(
     task: Any = "lora" if spec.lora_rank else "sft"
     training = TrainingSpec(global_batch_size=BATCH, precision="bf16", task=task, fake_quantization=form)
     profile = catalog.software("torchtune").model_copy(update=software)
-    layer = [each for each in profile.layers_of(spec, plan, training) if each.kind is kind][-1]
+    layer = [candidate for candidate in profile.layers_of(spec, plan, training) if candidate.kind is kind][-1]
     saved = Recomputation(frozenset(tensor.name for tensor in layer.saved))
     return LayerTensors(layer, BATCH, profile.state(training, plan), saved)
 
@@ -137,12 +137,12 @@ def inputs() -> Tensor:
 def peaks_of(module: nn.Module, run: Any = None) -> tuple[int, int]:
     """Bytes of forward and of backward at their peaks, besides weights, their sums of gradients and the input."""
     x, tracker = inputs(), StorageTracker()
-    own = [*module.parameters(), *module.buffers(), x]
-    for tensor in (each for each in own if each.requires_grad):
+    tensors_alive = [*module.parameters(), *module.buffers(), x]
+    for tensor in (tensor for tensor in tensors_alive if tensor.requires_grad):
         tensor.grad = torch.zeros_like(tensor)
     with tracker.counting():
-        known = [tensor.detach() for tensor in own]
-        known += [tensor.grad.detach() for tensor in own if tensor.grad is not None]
+        known = [tensor.detach() for tensor in tensors_alive]
+        known += [tensor.grad.detach() for tensor in tensors_alive if tensor.grad is not None]
         before = tracker.total_bytes
         result = (run or module)(x)
         forward = tracker.peak_bytes - before
@@ -153,12 +153,12 @@ def peaks_of(module: nn.Module, run: Any = None) -> tuple[int, int]:
 
 def peaks_predicted(tensors: LayerTensors) -> tuple[int, int]:
     """Peaks of forward and backward as predicted, from the points of a layer."""
-    own = tensors.saved_bytes + tensors.saved_logits
+    saved_elements = tensors.saved_bytes + tensors.saved_logits
 
-    def most(points: Points) -> int:
-        return max(own + p.workspace + p.logits + p.gradients for _, p in points)
+    def largest(points: Points) -> int:
+        return max(saved_elements + p.workspace + p.logits + p.gradients for _, p in points)
 
-    return most(forward_points(tensors)), most(backward_points(tensors))
+    return largest(forward_points(tensors)), largest(backward_points(tensors))
 
 
 @pytest.mark.parametrize(("groups", "rank"), slow_except([(2, RANK), (8, 0)], [(2, RANK), (8, 0), (8, RANK), (2, 0)]))

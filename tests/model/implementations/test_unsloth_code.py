@@ -86,16 +86,16 @@ class QKV(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
         x, *adapters = ctx.saved_tensors
-        flat, found = x.view(-1, x.shape[-1]), []
+        flat, grads = x.view(-1, x.shape[-1]), []
         flows = [d.reshape(-1, d.shape[-1]) for d in dy]
         for d, a, b in zip(flows, adapters[::2], adapters[1::2], strict=True):
-            found += [None, *gradients(flat, d, a, b)]
+            grads += [None, *gradients(flat, d, a, b)]
         dx = torch.matmul(flows[0], ctx.own[0], out=flat)
         for number, (d, a, b) in enumerate(zip(flows, adapters[::2], adapters[1::2], strict=True)):
             if number:
                 dx.addmm_(d, ctx.own[number])
             dx.addmm_(d @ b, a, alpha=2.0)
-        return (dx.view(x.shape), *found)
+        return (dx.view(x.shape), *grads)
 
 
 class One(torch.autograd.Function):
@@ -111,10 +111,10 @@ class One(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         a, b, x = ctx.saved_tensors
         d, flat = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-        found = gradients(flat, d, a, b)
+        grads = gradients(flat, d, a, b)
         dx = d @ ctx.own
         dx.addmm_(d @ b, a, alpha=2.0)
-        return (dx.view(x.shape), None, *found)
+        return (dx.view(x.shape), None, *grads)
 
 
 class MLP(torch.autograd.Function):
@@ -138,13 +138,13 @@ class MLP(torch.autograd.Function):
         d, flat = dy.view(-1, dy.shape[-1]), x.view(-1, x.shape[-1])
         h = with_adapter(d, down.t(), down_b.t(), down_a.t())
         df, de = e, g
-        found = [None, *gradients(flat, de, gate_a, gate_b), None, *gradients(flat, df, up_a, up_b)]
-        found += [None, *gradients(h, d, down_a, down_b)]
+        grads = [None, *gradients(flat, de, gate_a, gate_b), None, *gradients(flat, df, up_a, up_b)]
+        grads += [None, *gradients(h, d, down_a, down_b)]
         dx = torch.matmul(df, up, out=flat)
         dx.addmm_(df @ up_b, up_a, alpha=2.0)
         dx.addmm_(de, gate)
         dx.addmm_(de @ gate_b, gate_a, alpha=2.0)
-        return (dx.view(x.shape), *found)
+        return (dx.view(x.shape), *grads)
 
 
 class Block(nn.Module):
@@ -156,8 +156,8 @@ class Block(nn.Module):
         self.size = spec.head_dim
         self.norms = nn.ParameterList(torch.ones(h) for _ in range(2))
         shapes = [(h, h), (kv, h), (kv, h), (h, h), (width, h), (width, h), (h, width)]
-        each = [s for n, k in shapes for s in ((n, k), (RANK, k), (n, RANK))]
-        self.weights = nn.ParameterList(torch.ones(shape) for shape in each)
+        sizes = [s for n, k in shapes for s in ((n, k), (RANK, k), (n, RANK))]
+        self.weights = nn.ParameterList(torch.ones(shape) for shape in sizes)
         self.to(torch.bfloat16).requires_grad_(False)
         for number, weight in enumerate(self.weights):
             weight.requires_grad_(number % 3 > 0)
@@ -166,7 +166,7 @@ class Block(nn.Module):
         (b, s, _), weights = x.shape, [*self.weights]
         flows = QKV.apply(Norm.apply(x, self.norms[0]), *weights[:9])  # type: ignore[no-untyped-call]
         q, k, v = (flow.view(b, s, -1, self.size) for flow in flows)
-        q, k = (Rotate.apply(each).transpose(1, 2) for each in (q, k))  # type: ignore[no-untyped-call]
+        q, k = (Rotate.apply(heads).transpose(1, 2) for heads in (q, k))  # type: ignore[no-untyped-call]
         attended = Attend.apply(q, k, v.transpose(1, 2))  # type: ignore[no-untyped-call]
         x = x + One.apply(attended.transpose(1, 2).reshape(b, s, -1), *weights[9:12])  # type: ignore[no-untyped-call]
         result: Tensor = x + MLP.apply(Norm.apply(x, self.norms[1]), *weights[12:])  # type: ignore[no-untyped-call]
@@ -177,7 +177,7 @@ def predicted(kind: LayerKind, base: BaseWeights | None = None, **options: Any) 
     """Tensors of the last layer of a kind."""
     spec, plan = ModelSpec(**SIZES | options), ParallelPlan(microbatch_size=BATCH)
     training = TrainingSpec(global_batch_size=BATCH, precision="bf16", task="lora", base_weights=base)
-    layer = [each for each in UNSLOTH.layers_of(spec, plan, training) if each.kind is kind][-1]
+    layer = [candidate for candidate in UNSLOTH.layers_of(spec, plan, training) if candidate.kind is kind][-1]
     saved = Recomputation(frozenset(tensor.name for tensor in layer.saved))
     return LayerTensors(layer, BATCH, UNSLOTH.state(training, plan), saved)
 
@@ -190,35 +190,35 @@ def test_blocks_save_and_peak_as_unsloths_functions(groups: int) -> None:
     tensors = predicted(LayerKind.BLOCK, **options)
     statistics = 2 * BATCH * SIZES["seq_len"] * 4  # of norms
     assert tensors.saved_bytes - tensors.input_bytes == saved_by(block, x) + statistics
-    own = [*block.parameters(), x]
+    tensors_alive = [*block.parameters(), x]
     with tracker.counting():
-        known = [tensor.detach() for tensor in own[:-1]]
+        known = [tensor.detach() for tensor in tensors_alive[:-1]]
         before = tracker.total_bytes
         assert known
-        own[-1].detach()
+        tensors_alive[-1].detach()
         result = block(x)
         forward = tracker.peak_bytes - before
         tracker.peak_bytes = tracker.total_bytes
         result.backward(torch.ones_like(result))
     backward = tracker.peak_bytes - before - result.nbytes
 
-    def most(points: Points) -> int:
+    def largest(points: Points) -> int:
         return max(tensors.saved_bytes + p.workspace for _, p in points)
 
-    found = most(forward_points(tensors)), most(backward_points(tensors))
-    assert found == pytest.approx((forward, backward), rel=0.007)  # and gradients of adapters
+    points = largest(forward_points(tensors)), largest(backward_points(tensors))
+    assert points == pytest.approx((forward, backward), rel=0.007)  # and gradients of adapters
 
 
 def test_weights_are_unpacked_into_one_buffer_in_forward_alone() -> None:
     """kernels/utils.py, fast_dequantize: the largest matrix and its scales stay, and backward allocates for itself."""
     h, width = SIZES["hidden_size"], SIZES["intermediate_size"]
     tensors = predicted(LayerKind.BLOCK, BaseWeights(format="nf4", double_quantization=True))
-    most = h * width
+    num_weights = h * width
     named = {table.name: table.num_bytes(2, 2) for table in tensors.layer.constants}
-    assert (named["unpacked weight"], named["its scales"]) == (2 * most, 4 * most // 64)
+    assert (named["unpacked weight"], named["its scales"]) == (2 * num_weights, 4 * num_weights // 64)
     down = next(o for o in tensors.layer.operators if o.kernel is not None and o.kernel.name == "down")
     assert tensors.scratch_bytes(down, forward=True) == 0
-    assert tensors.scratch_bytes(down, forward=False) >= 2 * most
+    assert tensors.scratch_bytes(down, forward=False) >= 2 * num_weights
 
 
 def test_other_jobs_are_not_modeled() -> None:

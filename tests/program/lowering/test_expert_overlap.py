@@ -33,8 +33,8 @@ def program(*, overlap: bool, level: int = 2, expand_all: bool = True, way: str 
     return lowered(replace(ASKED, software=software), Lowering(level, None, expand_all=expand_all))
 
 
-def collectives(found: Program, rank: int) -> list[Op]:
-    return [found.ops[i] for i in found.by_rank[rank] if found.ops[i].stream is Stream.EXPERT]
+def collectives(program: Program, rank: int) -> list[Op]:
+    return [program.ops[i] for i in program.by_rank[rank] if program.ops[i].stream is Stream.EXPERT]
 
 
 @pytest.mark.parametrize(("stage", "expected"), [(0, "0B0 0F2 0B1 0F3"), (1, "1B0 1F1 1B1 1F2 1B2 1F3")])
@@ -54,8 +54,8 @@ def test_only_pairs_have_their_exchanges_beside_the_other_pass(expand_all: bool)
 
 @pytest.mark.parametrize("expand_all", [False, True])
 def test_all_bytes_are_still_sent(expand_all: bool) -> None:
-    def sent(found: Program) -> int:
-        works = [work for rank in found.by_rank for op in collectives(found, rank) for work in op.work]
+    def sent(program: Program) -> int:
+        works = [work for rank in program.by_rank for op in collectives(program, rank) for work in op.work]
         listed = [
             m
             for w in works
@@ -70,16 +70,16 @@ def test_all_bytes_are_still_sent(expand_all: bool) -> None:
 @pytest.mark.parametrize(("way", "expected"), [("deepep", 20 / 132), ("hybridep", 32 / 148)])
 def test_communications_take_multiprocessors_from_what_is_computed_meanwhile(way: str, expected: float) -> None:
     """Three quarters of the device are left for products while communications move, and all of it from then on."""
-    found = program(overlap=True, way=way)
-    taken = {work.sm_fraction for op in found.ops for work in op.work if isinstance(work, OverlapRemainder)}
+    lowered = program(overlap=True, way=way)
+    taken = {work.sm_fraction for op in lowered.ops for work in op.work if isinstance(work, OverlapRemainder)}
     assert list(taken) == [pytest.approx(expected)]
-    first = next(work for op in collectives(found, 2) for work in op.work if isinstance(work, OverlapRemainder))
-    beside, communication = first.beside, first.communications[0]
-    compute_s = COST.compute(beside).seconds
+    first = next(work for op in collectives(lowered, 2) for work in op.work if isinstance(work, OverlapRemainder))
+    overlapped, communication = first.beside, first.communications[0]
+    compute_s = COST.compute(overlapped).seconds
     send_s = COST.communication(communication).seconds
     for num_communications in (1, math.ceil(compute_s / send_s) + 1):
         moving_s = num_communications * send_s
-        op = replace(found.ops[0], work=(OverlapRemainder((communication,) * num_communications, beside, 0.25),))
+        op = replace(lowered.ops[0], work=(OverlapRemainder((communication,) * num_communications, overlapped, 0.25),))
         priced = estimate_program(program_of([op]), COST)
         done = min(1.0, 0.75 * moving_s / compute_s)  # of the products, when the communications are through
         ends_s = moving_s + (1 - done) * compute_s
@@ -98,9 +98,9 @@ def test_exposed_time_is_the_excess_over_the_other_pass(compute_s: float, level:
         return float(isinstance(work, Communication) and work.kind is CollectiveKind.ALL_TO_ALL)
 
     plain, hidden = (program(overlap=overlap, level=level) for overlap in (False, True))
-    exposed = [sum(seconds(work) for op in collectives(found, 2) for work in op.work) for found in (plain, hidden)]
+    exposed = [sum(seconds(work) for op in collectives(lowered, 2) for work in op.work) for lowered in (plain, hidden)]
     assert exposed == pytest.approx([8 * 4, 2 * 4 + 6 * 2 * max(0.0, 2 - compute_s)])
     longer, shorter = (
-        simulate(found, [sum(map(seconds, op.work)) for op in found.ops]).step_time_s for found in (plain, hidden)
+        simulate(lowered, [sum(map(seconds, op.work)) for op in lowered.ops]).step_time_s for lowered in (plain, hidden)
     )
     assert shorter < longer

@@ -37,10 +37,10 @@ def test_experts_go_over_ranks_that_split_attention(
 ) -> None:
     """Of b sequences each rank sends its own part of the tokens; gradients of its experts are theirs alone."""
     plan = ParallelPlan.model_validate({**fields, "microbatch_size": 3})
-    found = program(plan, m=2)
-    own = TOKENS // (plan.tp * plan.cp)
-    places = EXPERTS * math.ceil(1.5 * own * 2 / EXPERTS)
-    sent = communications(found, Stream.EXPERT, rank=5)
+    lowered = program(plan, m=2)
+    tokens = TOKENS // (plan.tp * plan.cp)
+    places = EXPERTS * math.ceil(1.5 * tokens * 2 / EXPERTS)
+    sent = communications(lowered, Stream.EXPERT, rank=5)
     wanted = {Communication(CollectiveKind.ALL_TO_ALL, 4 * 3 * places * H, exchanging)} if exchanging else set()
     if plan.etp > 1:
         kinds = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
@@ -48,7 +48,7 @@ def test_experts_go_over_ranks_that_split_attention(
     assert {communication for _, communication in sent} == wanted
     assert len(sent) == 2 * 2 * 4 * ((plan.ep > 1) + (plan.etp > 1))  # microbatches, blocks, there and back twice
     matrix = Communication(CollectiveKind.ALL_REDUCE, 4 * (EXPERTS // plan.ep) * H * WIDTH // plan.etp, alike)
-    assert communications(found, Stream.EXPERT_DATA, rank=5) == [("0REDUCE_GRAD", matrix)] * (6 if alike else 0)
+    assert communications(lowered, Stream.EXPERT_DATA, rank=5) == [("0REDUCE_GRAD", matrix)] * (6 if alike else 0)
 
 
 @pytest.mark.parametrize(("fields", "exchanging", "alike"), SPLIT)
@@ -58,29 +58,29 @@ def test_every_weight_is_somewhere_once_and_so_is_its_work(
     """Over all ranks: experts as often as ranks have the same ones; states, and products, by hand."""
     del exchanging
     plan = ParallelPlan.model_validate(fields)
-    found = program(plan)
+    lowered = program(plan)
     experts = 2 * EXPERTS * EXPERT
     copies = max(1, len(alike))
-    held = sum(resting[MemoryCategory.PARAMETERS] for resting in found.persistent_bytes.values()) // 4
-    assert sum(_experts_of(found, rank) for rank in found.ranks) == copies * experts
+    held = sum(resting[MemoryCategory.PARAMETERS] for resting in lowered.persistent_bytes.values()) // 4
+    assert sum(_experts_of(lowered, rank) for rank in lowered.ranks) == copies * experts
     whole = [p.num_elements for layer in MODEL.layers_of(plan.shard) for p in layer.parameters if not p.expert]
     assert held == copies * experts + plan.num_devices * sum(whole)
     products = sum(
         kernel.computed_flops
-        for op in found.ops
+        for op in lowered.ops
         for work in op.work
         if isinstance(work, LayerWork) and work.phase is Phase.FORWARD
         for index, kernel in enumerate(work.layer.kernels)
         if isinstance(kernel, Gemm) and kernel.name.startswith("experts_")
         if work.kernels is None or index in work.kernels
     )
-    own = TOKENS // (plan.tp * plan.cp)
-    places = EXPERTS * math.ceil(1.5 * own * 2 / EXPERTS)
+    tokens = TOKENS // (plan.tp * plan.cp)
+    places = EXPERTS * math.ceil(1.5 * tokens * 2 / EXPERTS)
     assert products == plan.num_devices * 2 * (2 * places * 3 * H * WIDTH)
 
 
-def _experts_of(found: Program, rank: int) -> int:
-    works = [w for index in found.by_rank[rank] for w in found.ops[index].work if isinstance(w, LayerWork)]
+def _experts_of(program: Program, rank: int) -> int:
+    works = [w for index in program.by_rank[rank] for w in program.ops[index].work if isinstance(w, LayerWork)]
     updated = {id(w): w.layer for w in works if w.phase is Phase.OPTIMIZER}
     return sum(p.num_elements for layer in updated.values() for p in layer.parameters if p.expert)
 
@@ -94,15 +94,17 @@ def test_megatron_divides_states_of_experts_on_a_mesh_of_their_own(tp: int, cp: 
     plan = ParallelPlan.model_validate({"dp_shard": 4, "zero_stage": 1, "tp": tp, "ep": ep, "etp": etp, **ring})
     program = lowered(job_of(MODEL, plan, software="megatron-core", num_microbatches=2))
     layers = MODEL.layers_of(plan.shard)
-    own = sum(p.num_elements for layer in layers for p in layer.parameters if p.expert)
-    rest = sum(p.num_elements for layer in layers for p in layer.parameters) - own
-    assert own * ep * etp == 2 * EXPERTS * EXPERT
+    of_experts = sum(p.num_elements for layer in layers for p in layer.parameters if p.expert)
+    rest = sum(p.num_elements for layer in layers for p in layer.parameters) - of_experts
+    assert of_experts * ep * etp == 2 * EXPERTS * EXPERT
     alike = 4 * cp * tp // (ep * etp)
     for resting in program.persistent_bytes.values():
-        assert resting[MemoryCategory.OPTIMIZER] == pytest.approx(12 * (own / alike + rest / (4 * cp)), abs=12 * 60)
+        assert resting[MemoryCategory.OPTIMIZER] == pytest.approx(
+            12 * (of_experts / alike + rest / (4 * cp)), abs=12 * 60
+        )
     reduced = [m for _, m in communications(program, Stream.EXPERT_DATA) if m.kind is CollectiveKind.REDUCE_SCATTER]
     assert {len(m.ranks) for m in reduced} == ({alike} if alike > 1 else set())
-    assert sum(m.num_bytes for m in reduced) == (4 * own if alike > 1 else 0)
+    assert sum(m.num_bytes for m in reduced) == (4 * of_experts if alike > 1 else 0)
 
 
 SHARDED = [  # plan; ranks among which rank 5 shards its experts, and those that have the same shard
@@ -121,36 +123,39 @@ def test_fsdp_shards_experts_among_ranks_that_have_the_same(
 ) -> None:
     """torchtitan's two meshes: every expert on dp_shard x cp x tp / (ep x etp) ranks, all else on dp_shard x cp."""
     plan = ParallelPlan.model_validate(fields)
-    found = program(plan)
+    lowered = program(plan)
     layers = MODEL.layers_of(plan.shard)
-    own = sum(p.num_elements for p in layers[-2].parameters if p.expert)
+    of_experts = sum(p.num_elements for p in layers[-2].parameters if p.expert)
     rest = sum(p.num_elements for layer in layers for p in layer.parameters if not p.expert)
-    assert own * plan.ep * plan.etp == EXPERTS * EXPERT
-    held = rest // (plan.dp_shard * plan.cp) + 2 * own // len(shards)
-    for resting in found.persistent_bytes.values():
+    assert of_experts * plan.ep * plan.etp == EXPERTS * EXPERT
+    held = rest // (plan.dp_shard * plan.cp) + 2 * of_experts // len(shards)
+    for resting in lowered.persistent_bytes.values():
         assert resting[MemoryCategory.PARAMETERS] == 4 * held
         assert resting[MemoryCategory.GRADIENTS] == 0  # made in backward
         assert resting[MemoryCategory.OPTIMIZER] == 8 * held
     moved = [
         communication
-        for _, communication in communications(found, Stream.SHARD, rank=5)
+        for _, communication in communications(lowered, Stream.SHARD, rank=5)
         if communication.ranks == shards
     ]
     gather, scatter = (
-        Communication(kind, 4 * own, shards) for kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
+        Communication(kind, 4 * of_experts, shards)
+        for kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
     )
     if plan.dp_shard * plan.cp != len(shards):  # else other units have this group, too
         assert Counter(moved) == {gather: 2 * 2, scatter: 2}
-    copies = [m for _, m in communications(found, Stream.REPLICATE, rank=5) if m.num_bytes == 4 * own // len(shards)]
-    assert copies == [Communication(CollectiveKind.ALL_REDUCE, 4 * own // len(shards), replicas)] * (
+    copies = [
+        m for _, m in communications(lowered, Stream.REPLICATE, rank=5) if m.num_bytes == 4 * of_experts // len(shards)
+    ]
+    assert copies == [Communication(CollectiveKind.ALL_REDUCE, 4 * of_experts // len(shards), replicas)] * (
         2 if replicas else 0
     )
-    assert not communications(found, Stream.EXPERT_DATA, rank=5)
+    assert not communications(lowered, Stream.EXPERT_DATA, rank=5)
 
 
 def test_experts_are_gathered_after_the_rest_of_their_layer_and_reduced_before_it() -> None:
-    found = program(ParallelPlan(dp_shard=4, ep=2))
-    names = [found.ops[i].name for i in found.by_rank[0] if found.ops[i].stream is Stream.SHARD]
+    lowered = program(ParallelPlan(dp_shard=4, ep=2))
+    names = [lowered.ops[i].name for i in lowered.by_rank[0] if lowered.ops[i].stream is Stream.SHARD]
     blocks = [name for name in names if "block 1" in name or "block 2" in name]
     forward = [f"all_gather block {n}{of}" for n in (1, 2) for of in ("", " experts")]
     backward = [
@@ -165,8 +170,8 @@ def test_experts_are_gathered_after_the_rest_of_their_layer_and_reduced_before_i
 
 def test_in_a_pipeline_both_ways_experts_come_after_the_rest_of_their_layer() -> None:
     """torch gathers and reduces a stage's units in the order of its modules, which has parents first."""
-    found = program(ParallelPlan(dp_shard=4, ep=2, pp=2))
-    ops = [found.ops[i] for i in found.by_rank[found.ranks[-1]] if found.ops[i].stream is Stream.SHARD]
+    lowered = program(ParallelPlan(dp_shard=4, ep=2, pp=2))
+    ops = [lowered.ops[i] for i in lowered.by_rank[lowered.ranks[-1]] if lowered.ops[i].stream is Stream.SHARD]
     units = ["block 2", "block 2 experts", "head"]
     assert [op.name for op in ops if op.action.kind is ActionKind.UNSHARD][-3:] == [f"all_gather {u}" for u in units]
     assert [op.name for op in ops if op.action.kind is ActionKind.REDUCE_GRAD][-3:] == [

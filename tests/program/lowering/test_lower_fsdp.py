@@ -25,9 +25,9 @@ def program(plan: Plan, *, m: int = 1, level: int = 2, software: SoftwareSpec = 
     return lowered(job_of(model(**fields), plan, software=software, num_microbatches=m, precision="fp32"), level)
 
 
-def issued(found: Program, rank: int = 0) -> list[str]:
+def issued(program: Program, rank: int = 0) -> list[str]:
     """``action: collective unit`` of everything that moves, in order of issue."""
-    ops = [found.ops[index] for index in found.by_rank[rank]]
+    ops = [program.ops[index] for index in program.by_rank[rank]]
     return [
         f"{op.action}: {op.name}" for op in ops if op.communication and op.stream in (Stream.SHARD, Stream.REPLICATE)
     ]
@@ -56,13 +56,13 @@ def test_without_resharding_backward_only_reduces(fields: dict[str, Any]) -> Non
 
 
 def test_replicas_all_reduce_the_shard() -> None:
-    found = issued(program(ParallelPlan(dp_shard=2, dp_replicate=2, zero_stage=2)))
-    assert found[4:] == [line for kept in KEPT for line in (kept, kept.replace("reduce_scatter", "all_reduce"))]
+    names = issued(program(ParallelPlan(dp_shard=2, dp_replicate=2, zero_stage=2)))
+    assert names[4:] == [line for kept in KEPT for line in (kept, kept.replace("reduce_scatter", "all_reduce"))]
 
 
 def test_tied_weights_are_one_unit_that_stays() -> None:
-    found = issued(program(ParallelPlan(dp_shard=2), tied_embeddings=True))
-    assert found == [
+    names = issued(program(ParallelPlan(dp_shard=2), tied_embeddings=True))
+    assert names == [
         *(f"0F0: all_gather {unit}" for unit in ("embedding", "block 0", "block 1")),
         "0B0: all_gather block 1",
         "0B0: all_gather block 0",
@@ -74,16 +74,16 @@ def test_tied_weights_are_one_unit_that_stays() -> None:
 
 def test_gradients_are_reduced_once_a_step_or_every_microbatch() -> None:
     once = issued(program(ParallelPlan(dp_shard=2, zero_stage=2, grad_sync="step"), m=3))
-    each = issued(program(ParallelPlan(dp_shard=2, zero_stage=2), m=3))
+    lines = issued(program(ParallelPlan(dp_shard=2, zero_stage=2), m=3))
     assert sum("reduce_scatter" in line for line in once) == 4
     assert all(line.startswith("0B2") for line in once if "reduce_scatter" in line)
-    assert sum("reduce_scatter" in line for line in each) == 12
-    assert sum("all_gather" in line for line in once) == sum("all_gather" in line for line in each) == 12
+    assert sum("reduce_scatter" in line for line in lines) == 12
+    assert sum("all_gather" in line for line in once) == sum("all_gather" in line for line in lines) == 12
 
 
 def test_a_pipeline_gathers_stages_and_reduces_at_the_end() -> None:
-    found = issued(program(ParallelPlan(pp=2, dp_shard=2, schedule="gpipe"), m=2))
-    assert found == [
+    names = issued(program(ParallelPlan(pp=2, dp_shard=2, schedule="gpipe"), m=2))
+    assert names == [
         "0UNSHARD: all_gather embedding",
         "0UNSHARD: all_gather block 0",
         "0REDUCE_GRAD: reduce_scatter embedding",
@@ -94,8 +94,8 @@ def test_a_pipeline_gathers_stages_and_reduces_at_the_end() -> None:
 @pytest.mark.parametrize("m", [1, 3])
 def test_bytes_of_a_step(m: int) -> None:
     """In a microbatch, ZeRO-3 moves every parameter twice (but the head, which stays) and every gradient once."""
-    found = program(ParallelPlan(dp_shard=2), m=m)
-    communications = [op.communication for op in found.ops if op.rank == 0 and op.communication]
+    lowered = program(ParallelPlan(dp_shard=2), m=m)
+    communications = [op.communication for op in lowered.ops if op.rank == 0 and op.communication]
     gathered = sum(communication.num_bytes for communication in communications if communication.kind == "all_gather")
     reduced = sum(communication.num_bytes for communication in communications if communication.kind == "reduce_scatter")
     parameters, head = model().num_parameters, model().layers[-1].num_parameters
@@ -105,22 +105,24 @@ def test_bytes_of_a_step(m: int) -> None:
 
 def test_rows_that_do_not_divide_are_padded() -> None:
     """Three shards of 256 rows hold 86 each; each of the other tensors is padded by rows of its own width."""
-    found = program(ParallelPlan(dp_shard=3))
+    lowered = program(ParallelPlan(dp_shard=3))
     layers = model().layers
     padded = sum(
         4 * -(-p.shape[0] // 3) * 3 * (p.num_elements // p.shape[0]) for layer in layers for p in layer.parameters
     )
     gathers = [
-        op.communication.num_bytes for op in found.ops if op.rank == 0 and op.communication and "all_gather" in op.name
+        op.communication.num_bytes
+        for op in lowered.ops
+        if op.rank == 0 and op.communication and "all_gather" in op.name
     ]
     assert sum(gathers[:4]) == padded
-    assert found.persistent_bytes[0][MemoryCategory.PARAMETERS] == padded // 3
+    assert lowered.persistent_bytes[0][MemoryCategory.PARAMETERS] == padded // 3
 
 
 def test_whole_gradients_wait_for_reduce_grad() -> None:
     """In a pipeline gradients add up unsharded: a rank holds all of its stage's and a new one, and later its shard."""
-    found = program(ParallelPlan(pp=2, dp_shard=2, schedule="gpipe"), m=2, vocab_size=16384)
-    peak = memory_peak(found, 0)
+    lowered = program(ParallelPlan(pp=2, dp_shard=2, schedule="gpipe"), m=2, vocab_size=16384)
+    peak = memory_peak(lowered, 0)
     layers = model(vocab_size=16384).layers[:2]
     stage = sum(layer.num_parameters for layer in layers)
     assert peak.by_category[MemoryCategory.GRADIENTS] == 4 * (stage + 16384 * 64)
@@ -128,20 +130,20 @@ def test_whole_gradients_wait_for_reduce_grad() -> None:
 
 def test_the_all_reduce_of_a_shard_does_not_hold_up_the_next_unit() -> None:
     """torch reuses the buffer of the reduce-scatter, and waits for all-reduces at the end of backward only."""
-    found = program(ParallelPlan(dp_shard=2, dp_replicate=2, zero_stage=2))
-    ops = [found.ops[index] for index in found.by_rank[0]]
+    lowered = program(ParallelPlan(dp_shard=2, dp_replicate=2, zero_stage=2))
+    ops = [lowered.ops[index] for index in lowered.by_rank[0]]
     copies = [op for op in ops if str(op.action) == "0B0" and op.name.startswith("copy")]
-    awaited = {found.ops[wait].stream for op in copies for wait in op.waits}
+    awaited = {lowered.ops[wait].stream for op in copies for wait in op.waits}
     assert awaited == {Stream.SHARD}
     (last,) = [op for op in ops if op.name == "wait for gradients"]
-    assert Stream.REPLICATE in {found.ops[wait].stream for wait in last.waits}
+    assert Stream.REPLICATE in {lowered.ops[wait].stream for wait in last.waits}
 
 
 @pytest.mark.parametrize("copies", [True, False])
 def test_a_framework_without_flat_buffers_copies_nothing(copies: bool) -> None:
     software = TORCH.model_copy(update={"runtime": "torch" if copies else "xla"})
-    found = program({"dp_shard": 4}, software=software)
-    phases = {work.phase for op in found.ops for work in op.work if isinstance(work, LayerWork)}
+    lowered = program({"dp_shard": 4}, software=software)
+    phases = {work.phase for op in lowered.ops for work in op.work if isinstance(work, LayerWork)}
     assert ({Phase.GATHER_COPY, Phase.REDUCE_COPY} <= phases) == copies
     assert copies or not {Phase.GATHER_COPY, Phase.REDUCE_COPY} & phases
 
@@ -154,8 +156,8 @@ def _with_lists(limit: int | None, **plan: Any) -> Program:
 
 def test_a_host_lists_the_parts_of_every_matrix_for_every_rank() -> None:
     """Gathers of 4, 4, 4 and 1 (head) matrices in forward, of all but the head again in backward, and reductions."""
-    found = _with_lists(None)
-    calls = [(op.name, w.num_calls) for op in found.ops if op.rank == 0 for w in op.work if isinstance(w, HostCalls)]
+    lowered = _with_lists(None)
+    calls = [(op.name, w.num_calls) for op in lowered.ops if op.rank == 0 for w in op.work if isinstance(w, HostCalls)]
     of_unit = {"embedding": 2 * 4, "block 0": 4 * 4, "block 1": 4 * 4, "head": 1 * 4}
     assert all(number == of_unit[name.split(" parts ")[1]] for name, number in calls)
     assert sorted(name for name, _ in calls) == sorted(
@@ -164,7 +166,7 @@ def test_a_host_lists_the_parts_of_every_matrix_for_every_rank() -> None:
         for unit in of_unit
         for _ in range(2 if unit == "head" else 3)
     )
-    assert issued(found) == issued(program(ParallelPlan(dp_shard=4)))
+    assert issued(lowered) == issued(program(ParallelPlan(dp_shard=4)))
 
 
 def test_weights_freed_between_second_forward_and_backward_are_gathered_again() -> None:
@@ -205,11 +207,11 @@ def test_copies_are_launched_while_a_gather_moves_bytes_and_before_a_reduction()
 
 def test_a_ring_sends_keys_once_they_are_made() -> None:
     """A hop waits for the projections of its own block, and runs beside the attention core only."""
-    found = program(ParallelPlan(cp=4), seq_len=32)
-    ops = [found.ops[index] for index in found.by_rank[0]]
+    lowered = program(ParallelPlan(cp=4), seq_len=32)
+    ops = [lowered.ops[index] for index in lowered.by_rank[0]]
     hops = [op for op in ops if op.stream is Stream.CONTEXT and str(op.action) == "0F0" and "ring" in op.name]
     assert len(hops) == 2 * 3
     for hop in hops:
-        assert {found.ops[wait].name for wait in hop.waits if found.ops[wait].stream is Stream.COMPUTE} == {
+        assert {lowered.ops[wait].name for wait in hop.waits if lowered.ops[wait].stream is Stream.COMPUTE} == {
             hop.name.removeprefix("ring ")
         }

@@ -38,16 +38,16 @@ def program(plan: ParallelPlan, *, m: int = 1, level: int = 2, folded: bool = Fa
     return lowered(job, Lowering(level, folding))
 
 
-def communications(found: Program, stream: Stream, rank: int = 0) -> list[tuple[str, Communication]]:
+def communications(program: Program, stream: Stream, rank: int = 0) -> list[tuple[str, Communication]]:
     """By action, in order of issue."""
-    ops = [found.ops[index] for index in found.by_rank[rank] if found.ops[index].stream is stream]
+    ops = [program.ops[index] for index in program.by_rank[rank] if program.ops[index].stream is stream]
     return [(str(op.action), op.communication) for op in ops if op.communication]
 
 
 def test_every_block_with_experts_exchanges_twice_each_way() -> None:
-    found = communications(program(ParallelPlan(dp_replicate=4, ep=2, microbatch_size=3), m=2), Stream.EXPERT, rank=3)
-    assert [action for action, _ in found] == [a for a in ("0F0", "0B0", "0F1", "0B1") for _ in range(4)]
-    assert {communication for _, communication in found} == {
+    sent = communications(program(ParallelPlan(dp_replicate=4, ep=2, microbatch_size=3), m=2), Stream.EXPERT, rank=3)
+    assert [action for action, _ in sent] == [a for a in ("0F0", "0B0", "0F1", "0B1") for _ in range(4)]
+    assert {communication for _, communication in sent} == {
         Communication(CollectiveKind.ALL_TO_ALL, 4 * 3 * PLACES * H, (2, 3))
     }
 
@@ -55,14 +55,14 @@ def test_every_block_with_experts_exchanges_twice_each_way() -> None:
 @pytest.mark.parametrize(("recompute", "collectives"), [("full", 8), ("selective", 4)])
 def test_recomputed_layers_communicate_again(recompute: Any, collectives: int) -> None:
     """In backward: two blocks, each there and back, and with full recomputation there and back before that."""
-    found = communications(program(ParallelPlan(dp_replicate=2, ep=2, recompute=recompute)), Stream.EXPERT)
-    assert [action for action, _ in found].count("0B0") == collectives
+    sent = communications(program(ParallelPlan(dp_replicate=2, ep=2, recompute=recompute)), Stream.EXPERT)
+    assert [action for action, _ in sent].count("0B0") == collectives
 
 
 def test_expert_outputs_are_recomputed_before_backward_weighs_them() -> None:
     """The last block's backward does the sum of the residual stream, runs forward again, and only then goes on."""
-    found = program(ParallelPlan(dp_replicate=2, ep=2, recompute="full"))
-    passes = [op for op in found.ops if op.rank == 0 and str(op.action) == "0B0" and op.name.startswith("block 2")]
+    lowered = program(ParallelPlan(dp_replicate=2, ep=2, recompute="full"))
+    passes = [op for op in lowered.ops if op.rank == 0 and str(op.action) == "0B0" and op.name.startswith("block 2")]
     works = [(op.kind, work) for op in passes for work in op.work if isinstance(work, LayerWork)]
     (first, work), (second, _) = works[:2]
     assert (first, second) == (SpanKind.COMPUTE, SpanKind.RECOMPUTE)
@@ -71,14 +71,14 @@ def test_expert_outputs_are_recomputed_before_backward_weighs_them() -> None:
 
 def test_zero_1_deals_out_all_but_the_experts() -> None:
     """What the ranks of a shard group update: every shared weight once, all experts, each by the rank that has it."""
-    found = program(ParallelPlan(dp_shard=2, zero_stage=1, ep=2))
-    works = [w for op in found.ops for w in op.work if isinstance(w, LayerWork) and w.phase is Phase.OPTIMIZER]
+    lowered = program(ParallelPlan(dp_shard=2, zero_stage=1, ep=2))
+    works = [w for op in lowered.ops for w in op.work if isinstance(w, LayerWork) and w.phase is Phase.OPTIMIZER]
     assert sum(work.num_parameters for work in works) == MODEL.num_parameters
-    own = 2 * EXPERTS * EXPERT // 2
+    of_experts = 2 * EXPERTS * EXPERT // 2
     for rank in (0, 1):
-        resting = found.persistent_bytes[rank]
-        assert resting[MemoryCategory.OPTIMIZER] >= 8 * own
-        assert resting[MemoryCategory.PARAMETERS] == 4 * (MODEL.num_parameters - own)
+        resting = lowered.persistent_bytes[rank]
+        assert resting[MemoryCategory.OPTIMIZER] >= 8 * of_experts
+        assert resting[MemoryCategory.PARAMETERS] == 4 * (MODEL.num_parameters - of_experts)
 
 
 @pytest.mark.parametrize(
@@ -95,17 +95,17 @@ def test_zero_1_deals_out_all_but_the_experts() -> None:
 def test_experts_are_averaged_over_the_ranks_that_have_them(
     plan: ParallelPlan, group: tuple[int, ...] | None, experts: int
 ) -> None:
-    found = communications(program(plan, m=2), Stream.EXPERT_DATA, rank=1)
+    sent = communications(program(plan, m=2), Stream.EXPERT_DATA, rank=1)
     matrix = Communication(CollectiveKind.ALL_REDUCE, 4 * experts * H * WIDTH, group or ())
-    assert found == [("0REDUCE_GRAD", matrix)] * (6 if group else 0)
+    assert sent == [("0REDUCE_GRAD", matrix)] * (6 if group else 0)
 
 
 def test_fsdp_gathers_and_reduces_all_but_the_experts() -> None:
     """The router has 8 rows, and all others divide by 4, too: nothing is padded."""
     whole = MODEL.num_parameters - 2 * EXPERTS * EXPERT
-    found = communications(program(ParallelPlan(dp_shard=4, ep=4)), Stream.SHARD)
+    sent = communications(program(ParallelPlan(dp_shard=4, ep=4)), Stream.SHARD)
     for kind, passes in (("all_gather", 2), ("reduce_scatter", 1)):
-        moved = sum(communication.num_bytes for _, communication in found if communication.kind == kind)
+        moved = sum(communication.num_bytes for _, communication in sent if communication.kind == kind)
         kept = MODEL.layers[-1].num_parameters if kind == "all_gather" else 0  # the head stays from forward to backward
         assert moved == 4 * (passes * whole - kept)
 
@@ -118,12 +118,12 @@ def test_states_are_those_of_own_experts_and_own_shards(plan: ParallelPlan, shar
     experts = 2 * EXPERTS * EXPERT
     rest = MODEL.num_parameters - experts
     held = rest // sharded + experts // 4 if plan.ep > 1 else MODEL.num_parameters // 4
-    found = program(plan)
-    resting = found.persistent_bytes[0]
+    lowered = program(plan)
+    resting = lowered.persistent_bytes[0]
     assert resting[MemoryCategory.PARAMETERS] == 4 * held
     assert resting[MemoryCategory.GRADIENTS] == 0, "they come later"
     assert resting[MemoryCategory.OPTIMIZER] == 8 * held
-    assert states_at_update(found) == 16 * held
+    assert states_at_update(lowered) == 16 * held
     if not plan.shards_parameters:  # DDP's buckets have no experts
         assert resting[MemoryCategory.BUFFERS] == 4 * rest
 
@@ -139,8 +139,8 @@ def test_more_places_need_more_memory() -> None:
     """A place takes a row of h, four of an expert's width, in fp32, in each of two blocks; and an index."""
 
     def kept(factor: float) -> int:
-        found = program(ParallelPlan(dp_replicate=2, ep=2), capacity_factor=factor)
-        forward = [op for op in found.ops if op.rank == 0 and str(op.action) == "0F0"]
+        lowered = program(ParallelPlan(dp_replicate=2, ep=2), capacity_factor=factor)
+        forward = [op for op in lowered.ops if op.rank == 0 and str(op.action) == "0F0"]
         effects = [effect for op in forward for effect in op.memory]
         return sum(effect.after_bytes for effect in effects if effect.category is MemoryCategory.ACTIVATIONS)
 
@@ -227,7 +227,7 @@ def test_transformer_engine_quantizes_the_inputs_of_experts(ep: int, shared: int
     state = software.state(training, plan)
     block = keeping_quantized(software.layers_of(model, plan)[2], state.linear, joined=True)
     scale = 4
-    found = {tensor.name: tensor.elements - scale for tensor in block.saved if tensor.name.endswith("in fp8")}
+    elements_of = {tensor.name: tensor.elements - scale for tensor in block.saved if tensor.name.endswith("in fp8")}
     wanted = {
         "q input in fp8": TOKENS * H,
         "proj input in fp8": TOKENS * H,
@@ -236,7 +236,7 @@ def test_transformer_engine_quantizes_the_inputs_of_experts(ep: int, shared: int
     }
     if shared:
         wanted |= {"shared_gate input in fp8": TOKENS * H, "shared_down input in fp8": TOKENS * WIDTH}
-    assert found == wanted
+    assert elements_of == wanted
     names = {tensor.name for tensor in block.saved}
     assert "norm2 output" in names
     assert not names & {"norm1 output", "places of experts", "experts gated product", "shared gated product"}

@@ -44,10 +44,10 @@ def program(plan: ParallelPlan, depths: int, **fields: Any) -> Program:
     return lower(job, assignment, plan_table(plan, 4), Lowering(2))
 
 
-def held(found: Program, rank: int) -> list[int]:
+def held(program: Program, rank: int) -> list[int]:
     """Bytes of weights, gradients and optimizer states."""
     categories = (MemoryCategory.PARAMETERS, MemoryCategory.GRADIENTS, MemoryCategory.OPTIMIZER)
-    return [found.persistent_bytes[rank][category] for category in categories]
+    return [program.persistent_bytes[rank][category] for category in categories]
 
 
 @pytest.mark.parametrize("depths", [1, 2])
@@ -55,23 +55,23 @@ def held(found: Program, rank: int) -> list[int]:
 def test_the_last_rank_holds_them_and_one_copy_of_the_embedding(pp: int, tied: bool, depths: int) -> None:
     """Where the embedding is on another rank and the output projection is not a copy of it."""
     plan = ParallelPlan(pp=pp, stage_layers=(3, 3) if pp == 2 else None)
-    without, found = (program(plan, number, tied_embeddings=tied) for number in (0, depths))
+    without, with_heads = (program(plan, number, tied_embeddings=tied) for number in (0, depths))
     more = depths * DEPTH + (VOCAB * H if pp == 2 and not tied else 0)
     widths = (2, 4, 12)  # bf16 weights, fp32 gradients, fp32 copies and two moments
-    assert [a - b for a, b in zip(held(found, pp - 1), held(without, pp - 1), strict=True)] == [
+    assert [a - b for a, b in zip(held(with_heads, pp - 1), held(without, pp - 1), strict=True)] == [
         w * more for w in widths
     ]
     if pp == 2:
-        assert held(found, 0) == held(without, 0)
-    sums = [op.communication for op in found.ops if op.stream is Stream.TIED]
+        assert held(with_heads, 0) == held(without, 0)
+    sums = [op.communication for op in with_heads.ops if op.stream is Stream.TIED]
     assert sums == [Communication(CollectiveKind.ALL_REDUCE, 4 * VOCAB * H, (0, 1))] * (2 if pp == 2 else 0)
 
 
 @pytest.mark.parametrize(("pp", "virtual_stages"), [(1, 1), (2, 1), (3, 2)])
 def test_they_are_in_the_last_stage(pp: int, virtual_stages: int) -> None:
-    found = program(ParallelPlan(pp=pp, virtual_stages=virtual_stages), 2)
+    lowered = program(ParallelPlan(pp=pp, virtual_stages=virtual_stages), 2)
     last = pp * virtual_stages - 1
-    names = {op.name: (op.rank, op.action.stage) for op in found.ops if op.name.startswith(("mtp", "head"))}
+    names = {op.name: (op.rank, op.action.stage) for op in lowered.ops if op.name.startswith(("mtp", "head"))}
     assert names == dict.fromkeys(("mtp 1", "mtp 2", "head"), (pp - 1, last))
 
 
@@ -92,8 +92,8 @@ def test_a_pass_needs_what_one_through_a_block_does_beside_gradients_of_what_it_
         for layer in (model.layers[1], *model.layers[-3:-1])
     )
     forwarded = 3 * TOKENS * H * 2
-    assert [peak(each.forward) for each in later] == [peak(block.forward)] * 2
-    assert [peak(each.backward) - peak(block.backward) for each in later] == [forwarded, 2 * forwarded]
+    assert [peak(layer.forward) for layer in later] == [peak(block.forward)] * 2
+    assert [peak(layer.backward) - peak(block.backward) for layer in later] == [forwarded, 2 * forwarded]
 
 
 def test_the_head_keeps_logits_of_every_depth_and_computes_those_of_one_at_a_time() -> None:

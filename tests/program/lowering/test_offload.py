@@ -46,8 +46,10 @@ def program(
     return lowered(job.with_changes({"software.zero_grad_set_to_none": not keeps_gradients}), how or Lowering())
 
 
-def copies(found: Program, rank: int = 0) -> list[Op]:
-    return [op for op in (found.ops[i] for i in found.by_rank[rank]) if op.stream in (Stream.TO_HOST, Stream.FROM_HOST)]
+def copies(program: Program, rank: int = 0) -> list[Op]:
+    return [
+        op for op in (program.ops[i] for i in program.by_rank[rank]) if op.stream in (Stream.TO_HOST, Stream.FROM_HOST)
+    ]
 
 
 def moved(ops: list[Op]) -> list[tuple[str, int]]:
@@ -93,13 +95,13 @@ def test_shared_memory_is_counted_whole() -> None:
 
 def test_forward_waits_for_the_copy_of_the_second_last_block() -> None:
     """With a link so slow that copies are all there is: block i+2 begins when the copy of block i has ended."""
-    found = program(offload_activations=True)
-    durations_s = [10.0 if op.stream is Stream.TO_HOST else 1.0 if op.work else 0.0 for op in found.ops]
-    times = simulate(found, durations_s)
-    ends = {op.name: times.end_s[i] for i, op in enumerate(found.ops) if op.stream is Stream.TO_HOST}
+    lowered = program(offload_activations=True)
+    durations_s = [10.0 if op.stream is Stream.TO_HOST else 1.0 if op.work else 0.0 for op in lowered.ops]
+    times = simulate(lowered, durations_s)
+    ends = {op.name: times.end_s[i] for i, op in enumerate(lowered.ops) if op.stream is Stream.TO_HOST}
     starts = {
         op.name: times.start_s[i]
-        for i, op in enumerate(found.ops)
+        for i, op in enumerate(lowered.ops)
         if str(op.action) == "0F0" and op.work and op.stream is Stream.COMPUTE
     }
     assert [starts[f"block {i + 2}"] for i in range(4)] == [ends[f"offload block {i}"] for i in range(4)]
@@ -108,19 +110,19 @@ def test_forward_waits_for_the_copy_of_the_second_last_block() -> None:
 
 def test_backward_asks_for_one_block_ahead() -> None:
     """Copies back as long as a backward: the first is beside the last block's backward, so none is seen."""
-    found = program(offload_activations=True)
-    durations_s = [0.0] * len(found.ops)
-    for i, op in enumerate(found.ops):
+    lowered = program(offload_activations=True)
+    durations_s = [0.0] * len(lowered.ops)
+    for i, op in enumerate(lowered.ops):
         if op.stream is Stream.FROM_HOST or (op.stream is Stream.COMPUTE and op.work and str(op.action) == "0B0"):
             durations_s[i] = 1.0
-    assert simulate(found, durations_s).step_time_s == pytest.approx(8)  # embedding, six blocks, head
+    assert simulate(lowered, durations_s).step_time_s == pytest.approx(8)  # embedding, six blocks, head
 
 
 def test_pipelines_keep_microbatches_in_flight_on_the_host() -> None:
     """1F1B: the first of two stages has two microbatches in flight, each of three blocks."""
-    found = program(4, pp=2, offload_activations=True)
-    assert host_peak_bytes(found, 0) == 2 * 3 * KEPT_BYTES
-    assert all(op.communication is None for op in copies(found))
+    lowered = program(4, pp=2, offload_activations=True)
+    assert host_peak_bytes(lowered, 0) == 2 * 3 * KEPT_BYTES
+    assert all(op.communication is None for op in copies(lowered))
 
 
 @pytest.mark.parametrize(
@@ -149,13 +151,13 @@ FORWARD, BACKWARD = [ROOT, *BLOCKS], BLOCKS  # the unit with which backward begi
 SHARDED: dict[str, Any] = {"dp_shard": 4, "offload_optimizer": True}
 
 
-def in_direction(found: Program, stream: Stream) -> list[int]:
-    return [num_bytes for _, num_bytes in moved([op for op in copies(found) if op.stream is stream])]
+def in_direction(program: Program, stream: Stream) -> list[int]:
+    return [num_bytes for _, num_bytes in moved([op for op in copies(program) if op.stream is stream])]
 
 
-def gathers(found: Program) -> list[Communication]:
+def gathers(program: Program) -> list[Communication]:
     """Of rank 0."""
-    communications = (op.communication for op in found.ops if op.rank == 0)
+    communications = (op.communication for op in program.ops if op.rank == 0)
     return [
         communication
         for communication in communications
@@ -176,31 +178,31 @@ def gathers(found: Program) -> list[Communication]:
 def test_shards_come_before_gathers_and_gradients_go_after_reductions(
     microbatches: int, plan: dict[str, Any], fetched: list[int], offloaded: list[int]
 ) -> None:
-    found = program(microbatches, **SHARDED, **plan)
-    assert in_direction(found, Stream.FROM_HOST) == fetched
-    assert in_direction(found, Stream.TO_HOST) == offloaded
-    gathered = [communication.num_bytes for communication in gathers(found)]
+    lowered = program(microbatches, **SHARDED, **plan)
+    assert in_direction(lowered, Stream.FROM_HOST) == fetched
+    assert in_direction(lowered, Stream.TO_HOST) == offloaded
+    gathered = [communication.num_bytes for communication in gathers(lowered)]
     assert gathered == [4 * num_bytes for num_bytes in fetched]
 
 
 def test_shards_are_copied_as_wide_as_they_are_kept() -> None:
     """torch casts on the device (_fsdp_param.py, all_gather_inputs), so gathers have half the bytes."""
-    found = program(precision="bf16", **SHARDED)
-    assert in_direction(found, Stream.FROM_HOST) == FORWARD + BACKWARD
-    assert in_direction(found, Stream.TO_HOST) == [*BLOCKS, ROOT]
-    assert [communication.num_bytes for communication in gathers(found)] == [
+    lowered = program(precision="bf16", **SHARDED)
+    assert in_direction(lowered, Stream.FROM_HOST) == FORWARD + BACKWARD
+    assert in_direction(lowered, Stream.TO_HOST) == [*BLOCKS, ROOT]
+    assert [communication.num_bytes for communication in gathers(lowered)] == [
         2 * num_bytes for num_bytes in FORWARD + BACKWARD
     ]
 
 
 def test_the_host_has_all_that_is_sharded() -> None:
     """Weights and two moments at rest, gradients from the first reduction to the update."""
-    found, elements = program(**SHARDED), GPT.num_parameters // 4
-    resting = found.persistent_bytes[0]
+    lowered, elements = program(**SHARDED), GPT.num_parameters // 4
+    resting = lowered.persistent_bytes[0]
     assert resting[MemoryCategory.HOST] == 12 * elements
     on_device = (MemoryCategory.PARAMETERS, MemoryCategory.GRADIENTS, MemoryCategory.OPTIMIZER)
     assert [resting[category] for category in on_device] == [0, 0, 0]
-    assert host_peak_bytes(found, 0) == 16 * elements
+    assert host_peak_bytes(lowered, 0) == 16 * elements
     often = program(2, **SHARDED)  # gradients of a unit come once more, and are added
     assert host_peak_bytes(often, 0) == 16 * elements + BLOCKS[0]
     foreach = program(fused_optimizer=False, **SHARDED)  # Adam's step makes a tensor as large as all parameters
@@ -216,8 +218,8 @@ def test_the_device_has_no_shards_but_for_gathers() -> None:
     assert saved == 16 * GPT.num_parameters // 4
 
 
-def times_of(found: Program, duration_s: Any) -> Times:
-    return simulate(found, [duration_s(op) for op in found.ops])
+def times_of(program: Program, duration_s: Any) -> Times:
+    return simulate(program, [duration_s(op) for op in program.ops])
 
 
 def test_copies_take_turns_on_their_link() -> None:
@@ -225,39 +227,41 @@ def test_copies_take_turns_on_their_link() -> None:
 
     The reduction of a block is behind the gather of the one below it, on one communicator.
     """
-    found = program(**SHARDED)
-    times = times_of(found, lambda op: 1.0 if op.stream in (Stream.TO_HOST, Stream.FROM_HOST) else 0.0)
+    lowered = program(**SHARDED)
+    times = times_of(lowered, lambda op: 1.0 if op.stream in (Stream.TO_HOST, Stream.FROM_HOST) else 0.0)
     assert times.step_time_s == pytest.approx(7 + 6 + 3)
 
 
 def test_the_update_waits_for_gradients_on_the_host() -> None:
-    found = program(**SHARDED)
-    times = times_of(found, lambda op: 1.0 if op.stream is Stream.TO_HOST else 0.0)
-    updates = [times.start_s[i] for i, op in enumerate(found.ops) if op.action.kind is ActionKind.OPTIM]
+    lowered = program(**SHARDED)
+    times = times_of(lowered, lambda op: 1.0 if op.stream is Stream.TO_HOST else 0.0)
+    updates = [times.start_s[i] for i, op in enumerate(lowered.ops) if op.action.kind is ActionKind.OPTIM]
     assert updates == [pytest.approx(7)] * len(updates)
-    work = [part for op in found.ops if op.action.kind is ActionKind.OPTIM for part in op.work]
+    work = [part for op in lowered.ops if op.action.kind is ActionKind.OPTIM for part in op.work]
     assert all(isinstance(part, LayerWork) and part.on_host for part in work)
 
 
 @pytest.mark.parametrize(("plan", "last"), [({}, "reduce_scatter"), ({"dp_replicate": 2}, "all_reduce")])
 def test_a_reduction_is_behind_the_copy_of_the_one_before(plan: dict[str, Any], last: str) -> None:
     """Copies are on the stream of the last collective, and longer here than all else."""
-    found = program(**SHARDED, **plan)
-    times = times_of(found, lambda op: 1.0 if op.stream is Stream.TO_HOST else 0.0)
-    begun = [times.start_s[i] for i, op in enumerate(found.ops) if op.rank == 0 and op.name.startswith(f"{last} block")]
+    lowered = program(**SHARDED, **plan)
+    times = times_of(lowered, lambda op: 1.0 if op.stream is Stream.TO_HOST else 0.0)
+    begun = [
+        times.start_s[i] for i, op in enumerate(lowered.ops) if op.rank == 0 and op.name.startswith(f"{last} block")
+    ]
     assert begun == pytest.approx([0, 1, 2, 3, 4, 5])
 
 
 def test_the_device_waits_where_the_host_adds_to_gradients() -> None:
     """Backward of a block and each copy as long: beside each other the first time, after each other the second."""
-    found = program(2, **SHARDED)
+    lowered = program(2, **SHARDED)
 
     def duration_s(op: Op) -> float:
         of_block = op.name.startswith("block") and op.action.kind is ActionKind.BACKWARD and bool(op.work)
         return 1.0 if of_block or op.stream is Stream.TO_HOST else 0.0
 
-    assert times_of(found, duration_s).step_time_s == pytest.approx((6 + 2) + (2 * 6 + 1))
-    added = [op for op in found.ops if op.rank == 0 and op.name.startswith("add ")]
+    assert times_of(lowered, duration_s).step_time_s == pytest.approx((6 + 2) + (2 * 6 + 1))
+    added = [op for op in lowered.ops if op.rank == 0 and op.name.startswith("add ")]
     elements = [part.num_parameters for op in added for part in op.work if isinstance(part, LayerWork)]
     assert sum(elements) == GPT.num_parameters // 4
     assert {str(op.action) for op in added} == {"0B1"}
@@ -265,20 +269,20 @@ def test_the_device_waits_where_the_host_adds_to_gradients() -> None:
 
 def test_shards_of_a_stage_come_before_it_computes() -> None:
     """A stage's gathers were asked for, so torch copies on the stream that computes."""
-    found = program(2, pp=2, dp_shard=2, offload_optimizer=True, untied=True)
-    times = times_of(found, lambda op: 1.0 if op.stream is Stream.FROM_HOST else 0.0)
+    lowered = program(2, pp=2, dp_shard=2, offload_optimizer=True, untied=True)
+    times = times_of(lowered, lambda op: 1.0 if op.stream is Stream.FROM_HOST else 0.0)
     begun = min(
-        times.start_s[i] for i, op in enumerate(found.ops) if op.rank == 0 and str(op.action) == "0F0" and op.work
+        times.start_s[i] for i, op in enumerate(lowered.ops) if op.rank == 0 and str(op.action) == "0F0" and op.work
     )
     assert begun == pytest.approx(4)  # the embedding and three blocks
-    assert in_direction(found, Stream.TO_HOST) == in_direction(found, Stream.FROM_HOST)
+    assert in_direction(lowered, Stream.TO_HOST) == in_direction(lowered, Stream.FROM_HOST)
 
 
 def test_nothing_is_copied_where_host_and_device_are_one() -> None:
     """torch's tensor.to("cpu") of a tensor on the CPU is the tensor itself."""
-    found = program(how=Lowering(host_waits=True), **SHARDED)
-    assert copies(found) == []
-    assert memory_peak(found, 0).by_category[MemoryCategory.HOST] >= 12 * GPT.num_parameters // 4
+    lowered = program(how=Lowering(host_waits=True), **SHARDED)
+    assert copies(lowered) == []
+    assert memory_peak(lowered, 0).by_category[MemoryCategory.HOST] >= 12 * GPT.num_parameters // 4
 
 
 def test_a_reduced_gradient_is_counted_once_where_host_and_device_are_one() -> None:
@@ -287,11 +291,11 @@ def test_a_reduced_gradient_is_counted_once_where_host_and_device_are_one() -> N
     how = Lowering(host_waits=True)
     gradients, host = MemoryCategory.GRADIENTS, MemoryCategory.HOST
     for offloads, holding, other in ((False, gradients, host), (True, host, gradients)):
-        found = program(how=how, offload_optimizer=offloads, **plan)
-        scatters = [op for op in found.ops if op.rank == 0 and op.name.startswith("reduce_scatter")]
+        lowered = program(how=how, offload_optimizer=offloads, **plan)
+        scatters = [op for op in lowered.ops if op.rank == 0 and op.name.startswith("reduce_scatter")]
         held = {
-            each: sum(e.after_bytes for op in scatters for e in op.memory if e.category is each)
-            for each in MemoryCategory
+            category: sum(e.after_bytes for op in scatters for e in op.memory if e.category is category)
+            for category in MemoryCategory
         }
         assert (held[MemoryCategory.BUFFERS], held[holding], held[other]) == (0, sum(FORWARD), 0)
 
@@ -326,9 +330,9 @@ def test_the_update_moves_its_bytes_at_the_bandwidth_of_the_host(
     if bandwidth is not None:
         cluster = cluster.model_copy(update={"host_memory_bandwidth_bytes_per_s": bandwidth})
     plan = {"dp_shard": devices, "offload_optimizer": True}
-    one = predict(job_of(GPT, plan, cluster=cluster, num_microbatches=1))
+    prediction = predict(job_of(GPT, plan, cluster=cluster, num_microbatches=1))
     rate = 0.75 * (bandwidth or 614.4e9) / sharing
-    assert one.splits[0].optimizer_s == pytest.approx(28 * GPT.num_parameters / devices / rate, rel=1e-6)
+    assert prediction.splits[0].optimizer_s == pytest.approx(28 * GPT.num_parameters / devices / rate, rel=1e-6)
 
 
 def test_the_update_of_a_cpu_is_that_of_its_calibration() -> None:

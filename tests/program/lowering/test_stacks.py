@@ -36,9 +36,9 @@ FP16 = TrainingSpec(global_batch_size=B, precision="fp16")
 def kept(recompute: str, **plan: Any) -> int:
     """Activations of one block of the 22B model in Megatron-LM of 2022."""
     software = catalog.software("megatron-lm-2022")
-    found = ParallelPlan(microbatch_size=B, **plan)
-    block = software.layers_of(GPT_22B, found)[1]
-    state = software.state(FP16, found)
+    parallel = ParallelPlan(microbatch_size=B, **plan)
+    block = software.layers_of(GPT_22B, parallel)[1]
+    state = software.state(FP16, parallel)
     return layer_footprint(block, B, state, recomputation(block, recompute)).activations  # type: ignore[arg-type]
 
 
@@ -195,12 +195,12 @@ def test_quantized_inputs_of_split_matrices_are_of_the_own_tokens() -> None:
     training = TrainingSpec(global_batch_size=1, precision="fp8")
     block = software.layers_of(TINY, plan)[1]
     quantized = keeping_quantized(block, software.state(training, plan).linear, joined=True)
-    own, all_tokens, h, i = TINY.seq_len // 2, TINY.seq_len, TINY.hidden_size, TINY.intermediate_size
-    found = {tensor.name: tensor.elements - 4 for tensor in quantized.saved if tensor.name.endswith("in fp8")}
-    assert found == {
-        "q input in fp8": own * h,
+    tokens, all_tokens, h, i = TINY.seq_len // 2, TINY.seq_len, TINY.hidden_size, TINY.intermediate_size
+    elements_of = {tensor.name: tensor.elements - 4 for tensor in quantized.saved if tensor.name.endswith("in fp8")}
+    assert elements_of == {
+        "q input in fp8": tokens * h,
         "proj input in fp8": all_tokens * h // 2,
-        "gate input in fp8": own * h,
+        "gate input in fp8": tokens * h,
         "down input in fp8": all_tokens * i // 2,
     }
     assert not any(tensor.name in ("norm1 output", "norm2 output", "gated product") for tensor in quantized.saved)
@@ -209,7 +209,9 @@ def test_quantized_inputs_of_split_matrices_are_of_the_own_tokens() -> None:
 @pytest.mark.parametrize(("name", "more"), [("megatron-core", 1 + 1), ("megatron-bridge", 1 + 1 - 2)])
 def test_quantized_weights_are_held_once_however_many_microbatches_are_under_way(name: str, more: int) -> None:
     """Transformer Engine has two copies in 8 bits beside the weights, or in their place (fp8_param_gather)."""
-    jobs = [job_of(TINY, {"pp": 2}, software=name, num_microbatches=4, precision=each) for each in ("bf16", "fp8")]
+    jobs = [
+        job_of(TINY, {"pp": 2}, software=name, num_microbatches=4, precision=precision) for precision in ("bf16", "fp8")
+    ]
     resting = [lowered(job, 1).persistent_bytes[0][MemoryCategory.PARAMETERS] for job in jobs]
     software, plan = jobs[1].software, jobs[1].plan
     state = software.state(jobs[1].training, plan)
@@ -258,17 +260,17 @@ def test_keys_gathered_from_ranks_need_a_table_where_all_are_attended_to_at_once
 def test_repeated_keys_are_exchanged_as_often_as_there_are_queries_to_a_key() -> None:
     """Of 4 ranks with n tokens: keys and values 2 n h, of all ranks, and fp32 gradients home in 4 hops."""
     shared = TINY.model_copy(update={"family": "llama", "num_key_value_heads": TINY.num_attention_heads // 2})
-    plan, own = ParallelPlan(cp=4, cp_comm="all_gather"), 2 * TINY.seq_len // 4 * TINY.hidden_size
+    plan, tokens = ParallelPlan(cp=4, cp_comm="all_gather"), 2 * TINY.seq_len // 4 * TINY.hidden_size
     block = catalog.software("torchtitan-2025").layers_of(shared, plan)[1]
-    found = [
+    collectives = [
         (k.forward, k.backward, k.elements, k.bytes_per_element)
         for k in block.kernels
         if isinstance(k, LayerCollective)
     ]
     gather, ring = CollectiveKind.ALL_GATHER, CollectiveKind.RING
-    assert found == [(gather, gather, 4 * own, None), (None, ring, 4 * own, 4)]
+    assert collectives == [(gather, gather, 4 * tokens, None), (None, ring, 4 * tokens, 4)]
     plain = catalog.software("torch").layers_of(shared, plan)[1]
-    assert [k.elements for k in plain.kernels if isinstance(k, LayerCollective)] == [4 * own // 2]
+    assert [k.elements for k in plain.kernels if isinstance(k, LayerCollective)] == [4 * tokens // 2]
 
 
 @pytest.mark.parametrize(("recipe", "width"), [("tensorwise", 1), ("rowwise", 2)])
@@ -302,8 +304,8 @@ def test_frozen_matrices_in_8_bits_keep_no_input(name: str) -> None:
     whole = 2 * 218_103_808
     stored = state.linear is not None and state.linear.weights == "stored"
     assert persistent_weight_bytes(block, state) == pytest.approx(whole - 2 * 218_103_808 * stored, abs=2 * 7 * 4)
-    found = problems(model, precision="fp8", task="lora")
-    assert any("a frozen matrix in low precision under torch with adapters" in sentence for sentence in found)
+    refusals = problems(model, precision="fp8", task="lora")
+    assert any("a frozen matrix in low precision under torch with adapters" in sentence for sentence in refusals)
 
 
 @pytest.mark.parametrize(("name", "divided"), [("torch", True), ("megatron-core", False), ("torchtitan", True)])

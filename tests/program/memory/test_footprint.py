@@ -64,8 +64,8 @@ def test_gpt_block_keeps_the_published_activations() -> None:
     b, s, h, a = 4, 1024, 768, 12
     state = StateBytes(parameter=2, gradient=4, activation=2, boundary=2)
     norm_statistics, logsumexp = 4 * s * b * 4, a * s * b * 4
-    found = layer_footprint(GPT2.layers[1], b, state, recomputation(GPT2.layers[1], "none")).activations
-    assert found - norm_statistics - logsumexp == (34 - 2) * s * b * h
+    activations = layer_footprint(GPT2.layers[1], b, state, recomputation(GPT2.layers[1], "none")).activations
+    assert activations - norm_statistics - logsumexp == (34 - 2) * s * b * h
 
 
 def test_group_has_the_peak_of_its_layers_one_by_one() -> None:
@@ -141,10 +141,10 @@ def test_a_received_gradient_counts_in_its_buffer_unless_it_is_cast() -> None:
         name: (split(GPT2.layers[1], b, state), split(GPT2.layers[1], b, state, receives=True))
         for name, state in (("fp32", FP32), ("autocast", AUTOCAST))
     }
-    own, received = pairs["fp32"]
-    assert own.gradients - received.gradients == b * elements * 4
-    own, received = pairs["autocast"]
-    assert own._replace(input=()) == received._replace(input=())
+    plain, received = pairs["fp32"]
+    assert plain.gradients - received.gradients == b * elements * 4
+    plain, received = pairs["autocast"]
+    assert plain._replace(input=()) == received._replace(input=())
 
 
 def test_a_head_has_the_gradients_of_logits_in_place_of_log_probabilities() -> None:
@@ -217,6 +217,6 @@ def test_a_layer_is_the_sum_of_its_parameters(
         ParameterSpec("partial", dense, partial_gradient=True),
         ParameterSpec("expert", expert, expert=True),
     ]
-    found = layer_states(parameters, num_shards, expert_shards)
+    states = layer_states(parameters, num_shards, expert_shards)
     shard, of_experts = shard_elements(dense, num_shards), shard_elements(expert, expert_shards)
-    assert (found.weights, *found[3:]) == (2 * shard + of_experts, shard + of_experts, of_experts, shard)
+    assert (states.weights, *states[3:]) == (2 * shard + of_experts, shard + of_experts, of_experts, shard)

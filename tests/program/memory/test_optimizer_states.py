@@ -48,8 +48,10 @@ def test_flat_shards_have_one_tensor_per_unit() -> None:
     """FSDP1: no tensor is below the 4,096 elements from which on bitsandbytes stores bytes, with FP32 per 256."""
     options: dict[str, Any] = {"cluster": "dgx-h100", "num_devices": 8, "zero_stage": 3, "dp_shard": 8, "task": "sft"}
     options |= {"software": "accelerate", "software.flat_shards": True, "optimizer": "adamw_8bit", "precision": "bf16"}
-    found = simplan.predict("llama3-8b", {**options, "global_batch_size": 8, "seq_len": 512}).worst_memory
-    assert found.by_category[MemoryCategory.OPTIMIZER] == pytest.approx(2 * 8_030_261_248 / 8 * (1 + 4 / 256), rel=1e-6)
+    memory = simplan.predict("llama3-8b", {**options, "global_batch_size": 8, "seq_len": 512}).worst_memory
+    assert memory.by_category[MemoryCategory.OPTIMIZER] == pytest.approx(
+        2 * 8_030_261_248 / 8 * (1 + 4 / 256), rel=1e-6
+    )
 
 
 def test_the_table_has_every_name() -> None:
@@ -83,8 +85,8 @@ def test_states_are_as_large_as_those_of_the_package(
 
 
 def predicted(optimizer: str, **keys: Any) -> Prediction:
-    given = {"recompute": "full", "global_batch_size": 8, "cluster": "dgx-h100", **keys}
-    return simplan.predict("llama3-8b", {"training.optimizer": optimizer}, **given)
+    options = {"recompute": "full", "global_batch_size": 8, "cluster": "dgx-h100", **keys}
+    return simplan.predict("llama3-8b", {"training.optimizer": optimizer}, **options)
 
 
 def states_bytes(prediction: Prediction) -> int:
@@ -111,8 +113,8 @@ def test_states_of_8_bits_are_one_byte_and_a_scale_for_256() -> None:
 
 def test_shards_that_are_no_whole_blocks_have_states_as_wide_as_their_weights() -> None:
     """torchao quantizes what a rank holds: over 8 ranks norms are 512 weights, with FP32 states."""
-    each = 2 * (1 + 4 / 256)
-    matrices = each * (BLOCKS + 2 * ENDS) / 8 + 2 * 1024 * (32 * 7 + 2)
+    bytes_per_weight = 2 * (1 + 4 / 256)
+    matrices = bytes_per_weight * (BLOCKS + 2 * ENDS) / 8 + 2 * 1024 * (32 * 7 + 2)
     assert states_bytes(predicted("adamw_torch_8bit", dp_shard=8)) == matrices + 2 * 4 * NORMS / 8
 
 
@@ -147,8 +149,8 @@ def test_projected_states_are_as_large_as_measured(name: OptimizerName) -> None:
 def test_badam_has_copies_and_states_of_one_block() -> None:
     """Luo et al. 2024 (arXiv:2404.02827), section 2.2: 2 M, and 16 M / D of a block, less its gradient."""
     frozen = ["embedding", "head", "blocks.1-31"]
-    found = predicted("badam", num_devices=1, pure_bf16=True, software="accelerate", frozen=frozen)
-    assert states_bytes(found) == 12 * (BLOCKS + NORMS - 4096) / 32
+    memory = predicted("badam", num_devices=1, pure_bf16=True, software="accelerate", frozen=frozen)
+    assert states_bytes(memory) == 12 * (BLOCKS + NORMS - 4096) / 32
 
 
 def test_adafactor_has_rows_and_columns_of_matrices_but_not_of_flat_buffers() -> None:
@@ -159,14 +161,16 @@ def test_adafactor_has_rows_and_columns_of_matrices_but_not_of_flat_buffers() ->
 
 
 @pytest.mark.parametrize(
-    ("types", "each"), [({}, 10), ({"exp_avg": "bf16", "exp_avg_sq": "bf16"}, 6), ({"exp_avg": "fp8"}, 7)]
+    ("types", "bytes_per_weight"), [({}, 10), ({"exp_avg": "bf16", "exp_avg_sq": "bf16"}, 6), ({"exp_avg": "fp8"}, 7)]
 )
-def test_precision_aware_states_of_megatron(types: dict[str, str], each: int) -> None:
+def test_precision_aware_states_of_megatron(types: dict[str, str], bytes_per_weight: int) -> None:
     """FP32 weights are BF16 weights and 16 bits more (store_param_remainders)."""
     job = simplan.make_job("llama3-8b", cluster="dgx-h100", dp_shard=8, zero_stage=1, software="megatron-core")
     training = job.training.with_changes(optimizer_dtypes=types)
     held = states_bytes(simplan.predict(replace(job, training=training)))
-    assert held == pytest.approx(each * (BLOCKS + 2 * ENDS + NORMS) / 8, rel=1e-6)  # shards are rounded up by layer
+    assert held == pytest.approx(
+        bytes_per_weight * (BLOCKS + 2 * ENDS + NORMS) / 8, rel=1e-6
+    )  # shards are rounded up by layer
 
 
 def test_paged_states_are_on_the_device_as_far_as_there_is_room() -> None:
@@ -225,10 +229,10 @@ def test_temporaries_are_those_of_the_package(name: OptimizerName, dtype: torch.
     matrix.grad = torch.randn_like(matrix)
     optimizer.step()
     states = [state for state in optimizer.state[matrix].values() if isinstance(state, Tensor)]
-    with LargestSum([matrix, matrix.grad, *states]) as found:
+    with LargestSum([matrix, matrix.grad, *states]) as largest:
         optimizer.step()
-    own, width = OPTIMIZERS[name].temporaries, dtype.itemsize
-    assert own is not None
+    temporaries, width = OPTIMIZERS[name].temporaries, dtype.itemsize
+    assert temporaries is not None
     stored = StoredTensor((256, 512), is_matrix=True, whole_shape=(256, 512))
-    expected = own.num_bytes(stored, Widths(width, width, width))
-    assert expected <= found.most_bytes <= expected + 6 * 4 * (256 + 512)
+    expected = temporaries.num_bytes(stored, Widths(width, width, width))
+    assert expected <= largest.most_bytes <= expected + 6 * 4 * (256 + 512)

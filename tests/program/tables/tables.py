@@ -77,14 +77,14 @@ def bubble_rate(compute: Table, times: StageTimes) -> float:
 
 def most_in_flight(table: Table, until: ActionKind = WEIGHT) -> list[int]:
     """By rank, most stage inputs between their forward and the end of their backward: the whole of it, or ``until``."""
-    most = []
+    peaks = []
     for row in table:
         alive = peak = 0
         for action in row:
             alive += {F: 1, B: -1, until: -1}.get(action.kind, 0)
             peak = max(peak, alive)
-        most.append(peak)
-    return most
+        peaks.append(peak)
+    return peaks
 
 
 def most_memory(table: Table, kept_for_weight: float) -> float:

@@ -53,10 +53,10 @@ def test_gathers_and_reductions_are_torchs(compute: Table) -> None:
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     num_microbatches = 1 + max(action.microbatch or 0 for action in compute[0])
     ours = without(complete_table(compute, unshard="window"), *MESSAGES, ActionKind.OPTIM)
-    for row, own in zip(compute, ours, strict=True):
+    for row, our_row in zip(compute, ours, strict=True):
         gathered = schedules._add_unshard_reshard([schedules._Action.from_str(str(action)) for action in row])
         theirs = schedules._add_reduce_grad(gathered, num_microbatches)
-        assert in_order([str(action) for action in own]) == in_order([str(action) for action in theirs])
+        assert in_order([str(action) for action in our_row]) == in_order([str(action) for action in theirs])
 
 
 @given(shapes.map(interleaved_1f1b), st.sampled_from(["once", "window"]))

@@ -14,7 +14,7 @@ from simplan.program.tables.partition import assign_stage_layers, balanced_assig
 def of_ranks(times: list[int], split: tuple[int, ...], ranks: list[int]) -> tuple[int, int, int]:
     """Largest sum over the stages of a rank, then the largest stage, then the squares of both."""
     stages = [sum(times[a:b]) for a, b in pairwise(split)]
-    sums = [sum(time for time, own in zip(stages, ranks, strict=True) if own == rank) for rank in set(ranks)]
+    sums = [sum(time for time, owner in zip(stages, ranks, strict=True) if owner == rank) for rank in set(ranks)]
     return max(sums), max(stages), sum(time * time for time in (*stages, *sums))
 
 
@@ -24,15 +24,15 @@ def test_several_stages_per_rank_match_brute_force(
 ) -> None:
     num_stages = num_ranks * per_rank
     num_blocks = data.draw(st.integers(num_stages, num_stages + 4))
-    one = st.just(data.draw(st.integers(1, 20))) if equal else st.integers(1, 20)
-    blocks = data.draw(st.lists(one, min_size=num_blocks, max_size=num_blocks))
+    blocks_of_layer = st.just(data.draw(st.integers(1, 20))) if equal else st.integers(1, 20)
+    blocks = data.draw(st.lists(blocks_of_layer, min_size=num_blocks, max_size=num_blocks))
     times = [data.draw(st.integers(0, 20)), *blocks, data.draw(st.integers(0, 30))]
     loop = [stage % num_ranks for stage in range(num_stages)]
     down_and_up = [*range(num_ranks), *reversed(range(num_ranks))]
     ranks = down_and_up if per_rank == 2 and data.draw(st.booleans()) else loop
-    found = balanced_assignment([float(t) for t in times], num_stages, 1, ranks).boundaries
+    bounds = balanced_assignment([float(t) for t in times], num_stages, 1, ranks).boundaries
     splits = [(0, *cuts, len(times)) for cuts in combinations(range(2, len(times) - 1), num_stages - 1)]
-    assert of_ranks(times, found, ranks) == min(of_ranks(times, split, ranks) for split in splits)
+    assert of_ranks(times, bounds, ranks) == min(of_ranks(times, split, ranks) for split in splits)
 
 
 @pytest.mark.parametrize(("num_blocks", "num_stages", "num_ranks"), [(61, 32, 16), (46, 16, 8), (126, 64, 16)])
@@ -40,8 +40,8 @@ def test_alternating_layers_are_split_near_the_mean(num_blocks: int, num_stages:
     """Too many splits to compare all: the slowest rank has at most one short block more than the mean."""
     times = [1, *((10, 13)[block % 2] for block in range(num_blocks)), 17]
     ranks = [stage % num_ranks for stage in range(num_stages)]
-    found = balanced_assignment([float(t) for t in times], num_stages, 1, ranks).boundaries
-    assert of_ranks(times, found, ranks)[0] <= sum(times) / num_ranks + 10
+    bounds = balanced_assignment([float(t) for t in times], num_stages, 1, ranks).boundaries
+    assert of_ranks(times, bounds, ranks)[0] <= sum(times) / num_ranks + 10
 
 
 def rank(times: list[int], split: tuple[int, ...]) -> tuple[int, int]:
@@ -55,12 +55,12 @@ def test_no_split_has_a_faster_slowest_stage_or_is_as_fast_and_more_even(times: 
     num_last = data.draw(st.integers(1, min(3, len(times) - 2)))
     num_blocks = len(times) - 1 - num_last
     num_stages = data.draw(st.integers(1, num_blocks))
-    found = balanced_assignment([float(t) for t in times], num_stages, num_last).boundaries
+    bounds = balanced_assignment([float(t) for t in times], num_stages, num_last).boundaries
     # brute force: cuts between blocks only, so that each end keeps at least one block
     splits = [(0, *cuts, len(times)) for cuts in combinations(range(2, len(times) - num_last), num_stages - 1)]
-    assert found in splits
+    assert bounds in splits
     best = min(rank(times, split) for split in splits)
-    assert rank(times, found) == best
+    assert rank(times, bounds) == best
 
 
 def test_a_heavy_head_gets_fewer_blocks() -> None:
@@ -90,6 +90,6 @@ def test_the_rounding_of_sums_does_not_choose_the_split() -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("num_stages", [16, 2000])
 def test_the_largest_model_is_split(num_stages: int) -> None:
-    found = balanced_assignment([0.5, *(1.0,) * 2000, 1.5], num_stages).boundaries
-    assert len(found) == num_stages + 1
-    assert {b - a for a, b in pairwise(found)} <= {2000 // num_stages + d for d in (-2, -1, 0, 1, 2)}
+    bounds = balanced_assignment([0.5, *(1.0,) * 2000, 1.5], num_stages).boundaries
+    assert len(bounds) == num_stages + 1
+    assert {b - a for a, b in pairwise(bounds)} <= {2000 // num_stages + d for d in (-2, -1, 0, 1, 2)}

@@ -14,6 +14,7 @@ from simplan.errors import SpecError
 from simplan.scenario import load_scenario
 from simplan.scenario.published.reading import parse_published, read_published
 from tests.accuracy.runs import run, run_data, write_runs
+from tests.support.problems import says
 from tests.support.published import published_files
 
 PUBLISHED = Path(__file__).resolve().parents[3] / "scenarios" / "published"
@@ -94,9 +95,9 @@ def test_scenario_with_measured_is_a_single_run(tmp_path: Path) -> None:
     file = tmp_path / "one.yaml"
     file.write_text(yaml.safe_dump(data))
     [read] = read_published([file])
-    [one] = read.runs or ()
-    software = one.known_job.software
-    assert load_scenario(file).job == one.job
+    [run] = read.runs or ()
+    software = run.known_job.software
+    assert load_scenario(file).job == run.job
     assert (software.bucket_bytes, software.rates.attention_kernel) == (1, "flash2")
     assert software.rates.traffic == catalog.software("torch").rates.traffic
     del data["measured"]
@@ -117,7 +118,7 @@ def test_fallback_has_no_constants_fitted_on_the_runs_of_its_framework() -> None
 def test_run_that_is_not_modeled_has_a_reason_in_place_of_a_job() -> None:
     adapters = run(training__task="lora", model__lora_rank=8)
     assert adapters.job is None
-    assert (adapters.reason or "").startswith("training.task = lora: training adapters with megatron-lm-2022")
+    assert says(adapters.reason or "", "training.task = lora: ", "megatron-lm-2022")
 
 
 def test_notes_tell_what_is_assumed_and_where_settings_stand() -> None:
@@ -130,28 +131,29 @@ def test_folder_is_read_with_its_other_files(tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
     write_runs(tmp_path / "below" / "a.yaml", run_data("a"), run_data("b"))
     (tmp_path / "links.yaml").write_text("meta: {source: x}\nrecords: []\n")
-    found = {Path(read.file).name: read.runs for read in read_published([tmp_path])}
-    assert found["links.yaml"] is None
-    assert [run.id for run in found["a.yaml"] or ()] == ["a", "b"]
+    runs_of = {Path(read.file).name: read.runs for read in read_published([tmp_path])}
+    assert runs_of["links.yaml"] is None
+    assert [run.id for run in runs_of["a.yaml"] or ()] == ["a", "b"]
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"plan__microbatchsize": 2}, "run-1: plan.microbatchsize: is not a known key; did you mean microbatch_size"),
-        ({"plan__schedule": "1f2b"}, 'run-1: plan.schedule = "1f2b": is not a known schedule; did you mean 1f1b?'),
+        ({"plan__microbatchsize": 2}, "run-1: plan.microbatchsize: ... known ... did you mean microbatch_size"),
+        ({"plan__schedule": "1f2b"}, 'run-1: plan.schedule = "1f2b": ... known ... did you mean 1f1b?'),
         ({"cluster__device": "h1000"}, "run-1: cluster.device = h1000: is not in the catalog"),
         ({"cluster__num_devices": 8}, "the plan needs 4 devices and the cluster has 8"),
         ({"training__global_batch_size": 31}, "training.global_batch_size = 31: must be a multiple"),
         ({"plan__stage_layers": [3, 4]}, "run-1: plan.stage_layers"),
         ({"measured__peak_reserved_gib": 5e-324}, "measured.peak_reserved_gib = 5e-324: must be at least 1e-06"),
-        ({"measured__step_time": 1.0}, "measured.step_time: is not a known key; did you mean step_time_s"),
-        ({"measured__oom": True}, "step_time_s must be left out where oom is true: the run ended out of memory"),
-        ({"measured__samples_per_s_per_device": 410.0}, "run-1: measured.samples_per_s_per_device = 410: times "
-         "step_time_s and num_devices it is 32.8, and training.global_batch_size = 32; correct one of the four"),
+        ({"measured__step_time": 1.0}, "measured.step_time: is not ... known ... did you mean step_time_s"),
+        ({"measured__oom": True}, "step_time_s ... true:"),
+        ({"measured__samples_per_s_per_device": 410.0},
+         "run-1: measured.samples_per_s_per_device = 410: ... step_time_s and num_devices ... 32.8, and "
+         "training.global_batch_size = 32"),
         ({"software__fallback_for": 3}, "software.fallback_for = 3: must be the name of a framework"),
-        ({"software__id": "torch"}, 'software.id = "torch": is the name of the profile; write preset'),
-        ({"software__bucket_byte": 3}, "software.bucket_byte: is not a known key; did you mean bucket_bytes"),
+        ({"software__id": "torch"}, 'software.id = "torch": ... name ... profile; write'),
+        ({"software__bucket_byte": 3}, "software.bucket_byte: is not ... known ... did you mean bucket_bytes"),
         ({"measured": {}}, "measured: is missing; add measured: {source: ...}"),
         ({"name": ""}, "name: is missing; add a name, unique over all files"),
     ],
@@ -160,7 +162,7 @@ def test_errors_are_sentences(tmp_path: Path, changes: dict[str, Any], sentence:
     told = problems(
         write_runs(tmp_path / "runs.yaml", run_data() | changes if "name" in changes else run_data(**changes))
     )
-    assert sentence in told
+    assert says(told, sentence)
     assert f"{tmp_path / 'runs.yaml'}:" in told, "with its line"
 
 
@@ -204,14 +206,14 @@ def test_held_out_runs_are_no_others() -> None:
     """None has a name or source of those that constants are fitted on; of small models, source, model and device."""
 
     def origins(folder: Path) -> dict[str, tuple[str, ...]]:
-        found: dict[str, tuple[str, ...]] = {}
+        origin_of: dict[str, tuple[str, ...]] = {}
         for read in (read for read in published_files() if Path(read.file).is_relative_to(folder)):
-            for each in read.runs or ():
-                origin: tuple[str, ...] = (each.measured.source.split(":")[0],)
+            for of_file in read.runs or ():
+                origin: tuple[str, ...] = (of_file.measured.source.split(":")[0],)
                 if Path(read.file).stem.startswith("small_models_"):
-                    origin += (each.known_job.model.name, each.known_job.cluster.device.id)
-                found[each.id] = origin
-        return found
+                    origin += (of_file.known_job.model.name, of_file.known_job.cluster.device.id)
+                origin_of[of_file.id] = origin
+        return origin_of
 
     held, seen = origins(HELD_OUT), origins(PUBLISHED)
     assert len(held) == 413
@@ -233,4 +235,4 @@ def test_models_have_as_many_parameters_as_their_source_prints() -> None:
     [read] = read_published([PUBLISHED / "mosaic_llm_foundry_mpt.yaml"])
     printed = [(run.known_job.model.num_parameters, run.measured.num_parameters) for run in read.runs or ()]
     assert len(printed) > 100
-    assert all(own == source for own, source in printed)
+    assert all(counted == source for counted, source in printed)

@@ -12,6 +12,7 @@ from simplan.predict import predict
 from simplan.scenario.elastic import scenario_on
 from simplan.scenario.whole_run.checkpoints import checkpoint_bytes
 from tests.scenario.whole_run.scenarios import DOCUMENT, refusal, run_of, scenario_of
+from tests.support.problems import says
 
 STATE_BYTES = 4 + 4 + 4  # of FSDP: an FP32 weight, and Adam's moments
 
@@ -30,14 +31,16 @@ def test_times_are_seconds_and_units_those_of_a_node() -> None:
     }
     recovery = {"restart_s": 100, "init_s_per_device": 0.5, "warmup_s": 7, "takeover_s": 10, "spares": 1, "repair_h": 3}
     setup = run_of(scenario_of(reliability=reliability, recovery=recovery)).setup
-    found = [(each.name, each.units_per_node, each.mtbf_s, each.num_nodes, each.repair_s) for each in setup.causes]
-    assert found == [
+    causes = [
+        (cause.name, cause.units_per_node, cause.mtbf_s, cause.num_nodes, cause.repair_s) for cause in setup.causes
+    ]
+    assert causes == [
         ("device failure", 8, 1000 * 3600, 1, 3 * 3600),
         ("node failure", 1, 2000 * 3600, 1, 3 * 3600),
         ("link failure", 8, 3000 * 3600, 0, 3 * 3600),
         ("job", 0, 4000 * 3600, 0, 2 * 3600),
     ]
-    assert {each.at_once for each in setup.causes} == {0.25}
+    assert {cause.at_once for cause in setup.causes} == {0.25}
     assert (setup.restart_s, setup.takeover_s) == (100 + 32 * 0.5 + 7, 10 + 32 * 0.5 + 7)
     assert (setup.corruption_mtbf_s, setup.corruption_found_s) == (36_000, 72_000)
     assert (setup.slow_mtbf_s, setup.slow_factor, setup.slow_found_s) == (108_000, 1.5, 144_000)
@@ -55,8 +58,8 @@ def test_section_that_is_left_out_means_that_nothing_of_its_kind_happens() -> No
 
 
 def test_job_on_one_node_has_no_links_that_fail() -> None:
-    one = {"cluster": {"preset": "dgx-h100", "num_nodes": 1}, "plan": {"dp_shard": 8}}
-    assert run_of(scenario_of(**one, reliability={"link_mtbf_h": 1})).setup.causes == ()
+    node = {"cluster": {"preset": "dgx-h100", "num_nodes": 1}, "plan": {"dp_shard": 8}}
+    assert run_of(scenario_of(**node, reliability={"link_mtbf_h": 1})).setup.causes == ()
 
 
 @pytest.mark.parametrize(
@@ -100,9 +103,9 @@ def test_bytes_are_weights_and_states_of_each_parameter_once() -> None:
 def test_bytes_of_a_parameter_under_megatron_are_those_of_bloom() -> None:
     """2.3 TB (BigScience's chronicles) of 176.2 billion: BF16 weights, FP32 copies of them and of two moments."""
     scenario = scenario_of(software="megatron-core", plan={"dp_shard": 32, "zero_stage": 1})
-    each = checkpoint_bytes(scenario.predict()) / scenario.job.padded_model.num_parameters
-    assert each == 14
-    assert each * 176.2e9 / 2**40 == pytest.approx(2.3, rel=0.04), "tebibytes, as du prints them"
+    bytes_per_parameter = checkpoint_bytes(scenario.predict()) / scenario.job.padded_model.num_parameters
+    assert bytes_per_parameter == 14
+    assert bytes_per_parameter * 176.2e9 / 2**40 == pytest.approx(2.3, rel=0.04), "tebibytes, as du prints them"
 
 
 def test_adapters_alone_are_written() -> None:
@@ -173,26 +176,26 @@ def test_job_that_continues_has_a_size_for_each_number_of_groups_with_the_batch_
 @pytest.mark.parametrize(
     ("sections", "sentence"),
     [
-        ({"run": None}, "run: is missing: a run needs a length; add run: {num_steps: 100000}"),
+        ({"run": None}, "run: is missing: ... length; add ... {num_steps: 100000}"),
         ({"recovery": {"policy": "continue"}, "plan": {"dp_shard": 32}}, "plan.dp_replicate = 1; use policy: restart"),
         (
             {"recovery": {"policy": "continue"}, "plan": {"dp_replicate": 8, "dp_shard": 4}},
-            "needs whole nodes, and 4 nodes are no multiple of plan.dp_replicate",
+            "whole ... 4 ... multiple of plan.dp_replicate",
         ),
         (
             {"recovery": {"policy": "continue", "min_nodes": 3}, "plan": {"dp_replicate": 2, "dp_shard": 16}},
-            "recovery.min_nodes = 3: is no whole number of replica groups, which have 2 nodes; use 2 or 4",
+            "recovery.min_nodes = 3: ... whole ... 2 ... use 2 or 4",
         ),
         ({"recovery": {"policy": "shrink", "min_nodes": 9}}, "recovery.min_nodes = 9: is more than the 4 nodes"),
         (
             {"cluster": {"preset": "dgx-h100", "num_devices": 28}, "plan": {"dp_shard": 28},
              "training": {"global_batch_size": 28}},
-            "cluster.num_devices = 28: leaves a last node with 4 of 8 devices; failures of unequal nodes are not",
+            "cluster.num_devices = 28: ... 4 of 8",
         ),
     ],
 )  # fmt: skip
 def test_run_that_cannot_be_is_refused(sections: dict[str, Any], sentence: str) -> None:
-    assert sentence in refusal(**sections)
+    assert says(refusal(**sections), sentence)
 
 
 def test_spot_zone_of_the_catalog_gives_rate_and_wait() -> None:

@@ -9,6 +9,7 @@ import pytest
 from simplan.errors import SpecError
 from simplan.scenario.whole_run.traces import read_trace
 from tests.scenario.whole_run.scenarios import refusal, run_of, scenario_of, written
+from tests.support.problems import says
 
 HEADER = "time_s,available"
 
@@ -51,7 +52,7 @@ def test_wrong_trace_is_refused_with_its_line(
 
 def test_trace_that_never_has_enough_nodes_is_refused_unless_others_replace_them(tmp_path: Path) -> None:
     trace = written(tmp_path, HEADER, "0,3", "60,1", "100,3")
-    assert "never has the 4 nodes of the job at one time: it has 3 at most" in refusal(spot={"trace": trace})
+    assert says(refusal(spot={"trace": trace}), "never", "4 nodes of the job", "3 at most")
     setup = run_of(scenario_of(spot={"trace": trace, "fallback": "on_demand"})).setup
     assert (setup.trace_nodes, setup.on_demand, setup.is_spot) == ((3, 1), True, True)
     shrinking = run_of(scenario_of(spot={"trace": trace}, recovery={"policy": "shrink"})).setup

@@ -123,7 +123,7 @@ def _write_experts(writing: Writing) -> None:
         writing.set("model.moe_expert_capacity_factor", writing.value("model.capacity_factor"), "model.capacity_factor")
         writing.set("model.moe_pad_expert_input_to_capacity", True, "model.drop_tokens: all slots are computed")
     if not dense:  # without dense blocks, simplan's width of an MLP says nothing
-        writing.options[:] = [each for each in writing.options if each.setting.key != "model.ffn_hidden_size"]
+        writing.options[:] = [option for option in writing.options if option.setting.key != "model.ffn_hidden_size"]
         writing.set("model.ffn_hidden_size", model.moe_intermediate_size, "model.moe_intermediate_size")
 
 
@@ -143,7 +143,7 @@ def _write_plan(writing: Writing) -> None:
         writing.set("model.batch_p2p_comm", False, _AS_PROFILE)
     writing.allowed("plan.schedule", ("none", "1f1b", "interleaved_1f1b"), "use 1f1b or interleaved_1f1b")
     if plan.cp > 1:
-        words = {own: word or "p2p" for word, own in core.CP_COMM.items()}
+        words = {comm: word or "p2p" for word, comm in core.CP_COMM.items()}
         writing.set("model.cp_comm_type", words[writing.value("plan.cp_comm")], "plan.cp_comm")
     if writing.job.model.num_experts:
         writing.copy("model.expert_model_parallel_size", "plan.ep")
@@ -211,7 +211,7 @@ def _write_training(writing: Writing) -> None:
         writing.set(f"mixed_precision.{kind}", kind == wide, "training.precision")
     if precision in ("fp8", "mxfp8"):
         chosen = (precision, recipe or ("tensorwise" if precision == "fp8" else None))
-        word = next((word for word, own in PRECISIONS.items() if own == chosen), None)
+        word = next((word for word, precision in PRECISIONS.items() if precision == chosen), None)
         if word is None:
             writing.refuse("training.fp8_recipe", "use tensorwise, delayed or blockwise")
         writing.set("mixed_precision.fp8", "e4m3" if precision == "mxfp8" else "hybrid", "training.precision")
@@ -252,7 +252,7 @@ def _write_software(writing: Writing) -> None:
     if not writing.job.model.num_experts:
         return
     dispatch = writing.value("software.expert_dispatch")
-    words = {own: word for word, own in DISPATCHERS.items()}
+    words = {dispatch: word for word, dispatch in DISPATCHERS.items()}
     if dispatch in words:
         writing.set("model.moe_token_dispatcher_type", words[dispatch][0], "software.expert_dispatch")
         writing.set("model.moe_flex_dispatcher_backend", words[dispatch][1], "software.expert_dispatch")
@@ -278,9 +278,9 @@ def export(job: Job, name: str) -> Exported:
     file = f"{name}.yaml"
     provider = ("mla_provider", "MLAModelProvider") if job.model.family == "deepseek" else None
     cluster = job.cluster
-    nodes, each = cluster.num_nodes, cluster.ranks_per_node
+    nodes, ranks_per_node = cluster.num_nodes, cluster.ranks_per_node
     several = f' --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint "{_NODE_0}:29500"' if nodes > 1 else ""
-    start = f"torchrun --nproc-per-node {each}{several} pretrain.py"
+    start = f"torchrun --nproc-per-node {ranks_per_node}{several} pretrain.py"
     notes = [
         f"data-parallel ranks follow from the number of ranks, here {job.plan.num_devices:,} x {cluster.device.id}",
         f"data, tokenizer and checkpoints: the placeholders at the top of {file}; without data, tokens are made up",
@@ -296,7 +296,7 @@ def _mixed(job: Job) -> str:
         job.training.precision,
         job.training.fp8_recipe or ("tensorwise" if job.training.precision == "fp8" else None),
     )
-    return next((name for name, own in RECIPES.items() if own == wanted), "bf16_mixed")
+    return next((name for name, recipe in RECIPES.items() if recipe == wanted), "bf16_mixed")
 
 
 def _program(file: str, provider: tuple[str, str] | None, mixed: str) -> str:

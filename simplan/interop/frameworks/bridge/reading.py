@@ -61,8 +61,8 @@ def read(file: ConfigFile) -> Configuration:
     document = file.yaml or parse_yaml(file.text, file.name)
     top = "ConfigContainer."
     settings = [
-        Setting(each.key.removeprefix(top), each.value, each.line)
-        for each in core.interpolated(core.flattened(document))
+        Setting(setting.key.removeprefix(top), setting.value, setting.line)
+        for setting in core.interpolated(core.flattened(document))
     ]
     reading = Reading.of("Megatron Bridge configuration", file.name, settings)
     matrix = next((key for key in reading.settings if key.startswith("perf_matrix.")), None)
@@ -98,7 +98,7 @@ def read(file: ConfigFile) -> Configuration:
 
 def _put_recipe(reading: Reading) -> str | None:
     """Put the model that the file's recipe names, if the catalog has it; else it is asked for."""
-    key = next((each for each in ("recipe._target_", "recipe") if each in reading), "recipe")
+    key = next((candidate for candidate in ("recipe._target_", "recipe") if candidate in reading), "recipe")
     name = str(reading.value(key) or "").rpartition(".")[2]
     match = _NAMED.fullmatch(name)
     wanted = re.sub(r"[^a-z0-9]", "", (match["model"] if match is not None else name).lower())
@@ -155,21 +155,25 @@ def _put_stages(reading: Reading, num_stages: int) -> None:
             reading.put("plan.stage_layers", list(blocks), key)
         return
     ends = [f"model.num_layers_in_{end}_pipeline_stage" for end in ("first", "last")]
-    first, last = (reading.value(each) for each in ends)
+    first, last = (reading.value(end) for end in ends)
     layers = reading.value("model.num_layers")
     if (first is None and last is None) or num_stages == 1:
         reading.no_effect(key, *ends)
         return
-    given = [each for each in (first, last) if each is not None]
-    others = num_stages - len(given)
-    if any(type(each) is not int for each in (layers, *given)) or others < 1 or (layers - sum(given)) % others:
-        said = next(each for each in ends if reading.value(each) is not None)
+    numbers = [number for number in (first, last) if number is not None]
+    others = num_stages - len(numbers)
+    if any(type(number) is not int for number in (layers, *numbers)) or others < 1 or (layers - sum(numbers)) % others:
+        said = next(end for end in ends if reading.value(end) is not None)
         reading.contradiction(said, "leaves blocks that the other stages cannot share equally")
         return
     if not reading.can_split(layers, num_stages, "model.pipeline_model_parallel_size"):
         return
-    each = (layers - sum(given)) // others
-    blocks = (*([first] if first is not None else []), *[each] * others, *([last] if last is not None else []))
+    blocks_per_stage = (layers - sum(numbers)) // others
+    blocks = (
+        *([first] if first is not None else []),
+        *[blocks_per_stage] * others,
+        *([last] if last is not None else []),
+    )
     reading.put("plan.stage_layers", list(blocks), ends[0] if first is not None else ends[1])
 
 
@@ -188,7 +192,12 @@ def _put_precision(reading: Reading) -> None:
             reading.put("training.fp8_recipe", recipe, section)
         return
     where = next(
-        (each for each in ("mixed_precision.", "model.") if f"{each}bf16" in reading or f"{each}fp8" in reading), ""
+        (
+            section
+            for section in ("mixed_precision.", "model.")
+            if f"{section}bf16" in reading or f"{section}fp8" in reading
+        ),
+        "",
     )
     wide = next((name for name in ("fp16", "bf16", "fp32") if reading.value(f"{where}{name}")), None)
     if wide is None and not where:

@@ -74,7 +74,7 @@ def blocks_of_layout(layout: Any) -> tuple[int, ...] | None:
         return None
     text = layout.replace(" ", "").replace(",", "")
     for _ in range(20):
-        longer = _REPEATED.sub(lambda found: (found[1] or found[3] or "") * int(found[2] or found[4]), text, count=100)
+        longer = _REPEATED.sub(lambda match: (match[1] or match[3] or "") * int(match[2] or match[4]), text, count=100)
         if longer == text or len(longer) > _MAX_LAYOUT:
             break
         text = longer

@@ -48,12 +48,12 @@ def _there(run: TrainerRun, where: str, chosen: list[str]) -> list[str]:
     if run.model is None:
         return chosen
     known = {*matrices(FAMILIES[run.model.family].layers(run.model, Shard())), *names.ENDS.values()}
-    found = [name for name in chosen if name.rpartition(".")[2] in known]
-    if len(found) == len(chosen) or not found:
+    named = [name for name in chosen if name.rpartition(".")[2] in known]
+    if len(named) == len(chosen) or not named:
         return chosen
-    rest = ", ".join(name for name in chosen if name not in found)
+    rest = ", ".join(name for name in chosen if name not in named)
     run.reading.not_modeled(where, f"PEFT passes over {rest}, of which {run.model.name} has no linear layers")
-    return found
+    return named
 
 
 def _targets_of_capture(run: TrainerRun, captured: CapturedModel) -> tuple[str, list[str]] | None:
@@ -76,9 +76,9 @@ def _targets_of_capture(run: TrainerRun, captured: CapturedModel) -> tuple[str, 
             ("the default of LLaMA-Factory", [_EVERY]) if run.is_factory else ("the default of PEFT", _PEFT_NAMES)
         )
     targets = [ALL if word in _EVERY_NAMES else str(word) for word in words]
-    found = targets_of(captured, targets)
-    there = [target for target in targets if found[target]]
-    paths = [*dict.fromkeys(path for target in there for path in found[target])]
+    paths_of = targets_of(captured, targets)
+    there = [target for target in targets if paths_of[target]]
+    paths = [*dict.fromkeys(path for target in there for path in paths_of[target])]
     chosen = without_frozen(run, paths)
     if there and len(there) < len(targets):
         rest = ", ".join(target for target in targets if target not in there)
@@ -105,13 +105,13 @@ def _targets(run: TrainerRun) -> tuple[str, list[str]] | None:
     where = trainer.full("lora_target_linear" if every else key or "")
     experts = _experts(run)
     if is_pattern(value) and key is not None and not every:
-        found = _of_pattern(str(value))
-        if found is None:
+        matrices = _of_pattern(str(value))
+        if matrices is None:
             run.reading.refuse(where, "is a pattern of names, which is not read", _NAMES_FIX)
             return None
         if "language_model" in str(value):
             trainer.not_modeled(key, "weights for images or sound next to the language model take memory")
-        return where, [*found, *experts]
+        return where, [*matrices, *experts]
     words = value if isinstance(value, list) else str(value or "").replace(",", " ").split()
     if every:
         words = ["all-linear", *words]
@@ -144,8 +144,8 @@ def _matrices(module: str) -> tuple[str, ...]:
     for start in range(len(parts)):
         if start and parts[start - 1] not in _OUTSIDE:
             break
-        if found := names.ADAPTED.get(".".join(parts[start:])):
-            return found
+        if names_inside := names.ADAPTED.get(".".join(parts[start:])):
+            return names_inside
     return (module,)
 
 
@@ -163,20 +163,22 @@ def _of_pattern(pattern: str) -> list[str] | None:
         return None
     every = {name for inside in names.AROUND.values() for name in inside}
     blocks: dict[str, set[int]] = {}
-    found: dict[str, None] = {}
+    matrices: dict[str, None] = {}
     for block, name in in_blocks(matched):
         around, _, last = name.rpartition(".")
         if around in names.AROUND and last in every and last not in names.AROUND[around]:
             continue
         for matrix in _matrices(name):
             if block is None:
-                found[matrix] = None
+                matrices[matrix] = None
             elif matrix == name:  # of a captured module, which has no numbers of blocks
                 return None
             else:
                 blocks.setdefault(matrix, set()).add(block)
-    some = [f"blocks.{span}.{name}" for name, numbers in blocks.items() if name not in found for span in spans(numbers)]
-    return [*found, *some] or None
+    some = [
+        f"blocks.{span}.{name}" for name, numbers in blocks.items() if name not in matrices for span in spans(numbers)
+    ]
+    return [*matrices, *some] or None
 
 
 def _in_blocks(run: TrainerRun, chosen: Sequence[str]) -> list[str]:
@@ -199,13 +201,13 @@ def spans(numbers: Iterable[int]) -> list[str]:
     >>> spans([4, 0, 1, 2])
     ['0-2', '4']
     """
-    found: list[list[int]] = []
+    runs: list[list[int]] = []
     for number in sorted(set(numbers)):
-        if found and found[-1][-1] == number - 1:
-            found[-1].append(number)
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
         else:
-            found.append([number])
-    return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found]
+            runs.append([number])
+    return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
 
 
 def _read_ranks(run: TrainerRun) -> None:
@@ -223,12 +225,12 @@ def _read_ranks(run: TrainerRun) -> None:
 
 def _matrix(pattern: str) -> str:
     """Name in ``model.lora_targets`` of a pattern of one matrix, in all blocks or in one; empty for others."""
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"\^?(?:.*\blayers\.(\d+)\.)?(?:[\w.]*\.)?(\w+)\$?", pattern.replace("\\.", ".").replace(".*", "")
     )
-    if found is None:
+    if match is None:
         return ""
-    block, last = found.groups()
+    block, last = match.groups()
     (name, *_) = names.ADAPTED.get(last.lower(), ("",))
     return f"blocks.{block}.{name}" if block is not None and name else name
 

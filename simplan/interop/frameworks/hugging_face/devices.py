@@ -25,7 +25,7 @@ def read_devices(run: TrainerRun) -> None:
         run.devices_key = run.trainer.full(alone)
     is_single = str(run.accelerate.value("distributed_type", "")).upper() == "NO"
     launchers = ("multi_gpu", "use_fsdp", "use_deepspeed", "use_megatron_lm")
-    if is_single and not any(run.accelerate.is_true(each) for each in launchers):
+    if is_single and not any(run.accelerate.is_true(launcher) for launcher in launchers):
         # accelerate 1.15, commands/launch.py: simple_launcher starts one process, whatever num_processes is
         run.num_devices = run.ranks_per_node = 1
         run.devices_key = run.accelerate.full("distributed_type")
@@ -62,8 +62,8 @@ def _of_one_process(run: TrainerRun) -> str | None:
     """Setting of an optimizer that LLaMA-Factory (hparams/parser.py) and transformers refuse in several processes."""
     layerwise = ("galore_layerwise", "apollo_layerwise")
     keys = [*layerwise, "use_badam"] if run.is_factory and not run.deepspeed else []
-    found = next((key for key in keys if run.trainer.is_true(key)), None)
-    return "optim" if str(run.trainer.value("optim", "")).endswith("_layerwise") else found
+    true_key = next((key for key in keys if run.trainer.is_true(key)), None)
+    return "optim" if str(run.trainer.value("optim", "")).endswith("_layerwise") else true_key
 
 
 def of_launcher(launch: TrainingCommand) -> TrainingCommand:

@@ -148,12 +148,12 @@ def _read_launch(launch: TrainingCommand, file: ConfigFile) -> Configuration:
     settings: list[tuple[str, Setting]] = []
     tool = ""
     for name in config_files(launch):
-        found = named_document(name, file)
-        if found is None:
+        named = named_document(name, file)
+        if named is None:
             rule, fix = "is named by the command and is not next to it", "put it there"
             raise SpecError(Problem(field=name, rule=rule, fix=fix), file=file.name)
-        tool, own = _arguments([*flattened(found[1], found[0])])
-        settings += own
+        tool, launch_settings = _arguments([*flattened(named[1], named[0])])
+        settings += launch_settings
     settings += _arguments(arguments_of(launch.arguments, launch.files))[1]
     variables = (*nccl_settings(launch.environment), *allocator_settings(launch.environment))
     settings += [(setting.key, setting) for setting in variables]
@@ -221,9 +221,9 @@ def _run(
         for key, settings in candidates:
             setting = next((setting for name, setting in settings if name == key), None)
             if setting is not None and isinstance(setting.value, str) and setting.value:
-                found = named_document(setting.value, file)
-                (missing if found is None else there).append(setting.key)
-                return [] if found is None else [*flattened(found[1], found[0])]
+                named = named_document(setting.value, file)
+                (missing if named is None else there).append(setting.key)
+                return [] if named is None else [*flattened(named[1], named[0])]
         return []
 
     accelerate = [*named(("config_file", accelerate)), *accelerate]

@@ -63,10 +63,10 @@ def read_images(run: TrainerRun) -> None:
 
 
 def _check_size(run: TrainerRun, captured: CapturedModel) -> None:
-    most, images = whole(run.trainer.value("image_max_pixels")), captured.images
-    if most is not None and images is not None and images.height * images.width > most:
+    max_pixels, images = whole(run.trainer.value("image_max_pixels")), captured.images
+    if max_pixels is not None and images is not None and images.height * images.width > max_pixels:
         rule = f"is less than {images.height} x {images.width}, the pixels of an image of {captured.name}"
-        side = int(most**0.5) // 32 * 32
+        side = int(max_pixels**0.5) // 32 * 32
         run.trainer.refuse("image_max_pixels", rule, f"capture it with --image-size {side}x{side}")
 
 
@@ -74,10 +74,10 @@ def read_frozen_parts(run: TrainerRun) -> None:
     """Read which parts of a captured model of images are frozen; with adapters all are (``without_frozen``)."""
     if run.adapts or run.captured is None or not run.captured.sees or run.reading.written("model.frozen"):
         return
-    found = _frozen(run)
-    names = [name for _, names in found for name in names]
+    frozen = _frozen(run)
+    names = [name for _, names in frozen for name in names]
     if names:
-        run.reading.put("model.frozen", names, " and ".join(key for key, _ in found))
+        run.reading.put("model.frozen", names, " and ".join(key for key, _ in frozen))
 
 
 def without_frozen(run: TrainerRun, paths: Sequence[str]) -> list[str]:
@@ -103,14 +103,14 @@ def _frozen(run: TrainerRun) -> list[tuple[str, list[str]]]:
     if run.is_axolotl:
         names = _modules(captured, "freeze_mm_modules") if trainer.is_true("freeze_mm_modules") else []
         return [(trainer.full("freeze_mm_modules"), names)] if names else []
-    found = list[tuple[str, list[str]]]()
+    frozen = list[tuple[str, list[str]]]()
     if run.is_factory:
         for key, part in zip(_FREEZES, ("tower", "projector", "language_model"), strict=True):
             is_on = is_true(trainer.value(key)) if key in trainer else key != "freeze_language_model"
             where = trainer.full(key) if key in trainer else f"the default of LLaMA-Factory's {key}"
             if is_on and (names := _modules(captured, part)):
-                found.append((where, names))
-    return found
+                frozen.append((where, names))
+    return frozen
 
 
 def _modules(captured: CapturedModel, part: str) -> list[str]:

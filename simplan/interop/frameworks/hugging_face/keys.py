@@ -99,18 +99,18 @@ class Keys:
             prefixes: Beginnings of the keys, of which the first that fits is cut off.
             rename: Applied to the rest.
         """
-        found: dict[str, str] = {}
+        full_names: dict[str, str] = {}
         for key, full in self.settings.items():
-            prefix = next((each for each in prefixes if key.startswith(each)), None)
+            prefix = next((candidate for candidate in prefixes if key.startswith(candidate)), None)
             if prefix is not None:
-                found[rename(key.removeprefix(prefix))] = full
-        return Keys(self.reading, found)
+                full_names[rename(key.removeprefix(prefix))] = full
+        return Keys(self.reading, full_names)
 
 
 def table(name: str) -> Mapping[str, Any]:
     """Table of ``tables/hugging_face.yaml``: what settings of one file, or of one part of it, do to a step."""
-    found: Mapping[str, Any] = tables("hugging_face").get(name, {})
-    return found
+    words: Mapping[str, Any] = tables("hugging_face").get(name, {})
+    return words
 
 
 def is_true(value: Any) -> bool:
@@ -179,8 +179,10 @@ def named_document(name: str, base: ConfigFile) -> tuple[str, Document] | None:
     folder = folder_of(base.path).resolve()
     folders = [folder, *folder.parents][: _MAX_PARENTS + 1]
     inside = not wanted.is_absolute() and ".." not in wanted.parts
-    candidates = [each / wanted for each in folders] if inside else []
-    path = next((each for each in (*candidates, folder / wanted.name) if wanted.name and is_file(each)), None)
+    candidates = [parent / wanted for parent in folders] if inside else []
+    path = next(
+        (candidate for candidate in (*candidates, folder / wanted.name) if wanted.name and is_file(candidate)), None
+    )
     return None if path is None else (wanted.name, read_document(path))
 
 

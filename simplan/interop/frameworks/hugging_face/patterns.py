@@ -44,28 +44,28 @@ def names_of(pattern: str) -> tuple[str, ...] | None:
 
 
 def _tokens(pattern: str) -> list[str] | None:
-    found, place = list[str](), 0
+    tokens, place = list[str](), 0
     while place < len(pattern):
         if pattern[place] == "?":
-            found.append("?")
+            tokens.append("?")
             place += 1
             continue
         token = _TOKEN.match(pattern, place)
         if token is None:
             return None
-        found.append(token[0])
+        tokens.append(token[0])
         place = token.end()
-    return found
+    return tokens
 
 
 def _alternatives(tokens: list[str]) -> tuple[list[str], list[str]]:
     """Names of alternatives up to a closing bracket or the end, and the tokens from there on."""
-    found: list[str] = []
+    alternatives: list[str] = []
     while True:
         names, tokens = _sequence(tokens)
-        found += names
+        alternatives += names
         if tokens[:1] != ["|"]:
-            return found, tokens
+            return alternatives, tokens
         tokens = tokens[1:]
 
 
@@ -111,8 +111,8 @@ def in_blocks(names: Iterator[str] | tuple[str, ...]) -> Iterator[tuple[int | No
     """
     for name in names:
         plain = name.replace(_WRAPPER, "")
-        found = _IN_BLOCK.search(plain)
-        if found is None:
+        match = _IN_BLOCK.search(plain)
+        if match is None:
             yield None, plain.lstrip(f"{ANY_NAME}.")
         else:
-            yield (None if found[1] == ANY_NUMBER else int(found[1])), found[2].lstrip(f"{ANY_NAME}.")
+            yield (None if match[1] == ANY_NUMBER else int(match[1])), match[2].lstrip(f"{ANY_NAME}.")

@@ -105,23 +105,23 @@ def read_preference(run: TrainerRun, task: str, *, has_adapters: bool) -> None:
 
 def _read_reference(run: TrainerRun, *, has_adapters: bool) -> None:
     trainer = run.trainer
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     key = "precompute_ref_log_probs"
     second = trainer.first("ref_model", "rl_adapter_ref_model", "force_use_ref_model")
     if trainer.is_true(key):
-        found = {"reference": "precomputed"}
+        fields = {"reference": "precomputed"}
     elif second is not None and (second == "ref_model" or trainer.is_true(second)):
-        key, found = second, {"reference": "second_model"} if has_adapters else {}
+        key, fields = second, {"reference": "second_model"} if has_adapters else {}
     for name in ("ref_model_quantization_bit", "ref_model_adapters", "sync_ref_model"):
         if trainer.value(name) not in (None, False):
             what = "moves the weights of the reference" if name == "sync_ref_model" else "changes the reference model"
             trainer.refuse(name, f"{what}, which is not modeled yet", "remove it")
-    is_apart = found.get("reference") == "second_model" or not (has_adapters or found)
+    is_apart = fields.get("reference") == "second_model" or not (has_adapters or fields)
     if run.is_factory and is_apart and run.precision in ("bf16", "fp16"):  # loaded in the precision of computation
         key = key if key in trainer else "stage" if "use_asft_loss" not in trainer else "use_asft_loss"
-        found |= {"reference_dtype": run.precision}
-    if found:
-        trainer.put("training.preference", found, key)
+        fields |= {"reference_dtype": run.precision}
+    if fields:
+        trainer.put("training.preference", fields, key)
 
 
 def read_preference_loss(run: TrainerRun, task: str) -> None:

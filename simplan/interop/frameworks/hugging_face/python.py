@@ -136,18 +136,18 @@ def read_python(file: ConfigFile) -> PythonRun:
     chosen = [*models[:1], *(call for call in before if call.name in ("get_peft_model", "LoraConfig"))]
     configurations = [call for call in before if _CONFIGURATIONS.match(call.name)]
     chosen += [call for call in before if call.name == "BitsAndBytesConfig"][:1] + configurations[-1:] + [trainer]
-    found = dict(_settings(chosen, file))
+    settings = dict(_settings(chosen, file))
     of_trl = any(match[1] for call in configurations[-1:] if (match := _CONFIGURATIONS.match(call.name)))
     if is_unsloth:
-        _complete(found, configurations[-1:], is_preference=bool(_TASKS.get(kind or "")))
+        _complete(settings, configurations[-1:], is_preference=bool(_TASKS.get(kind or "")))
     elif any(call.name == "BitsAndBytesConfig" for call in chosen):
-        _add(found, "bnb_4bit_quant_type", "fp4", "the default of BitsAndBytesConfig")
-    _choose_length(found)
+        _add(settings, "bnb_4bit_quant_type", "fp4", "the default of BitsAndBytesConfig")
+    _choose_length(settings)
     word = f"{trainer.name} trains, in line {trainer.line}"
     task = OF_PROGRAMS.get(_TASKS.get(kind or "", ""))
     return PythonRun(
         UNSLOTH if is_unsloth else "",
-        tuple(found.items()),
+        tuple(settings.items()),
         word if kind == "SFT" else "",
         None if task is None else (task, word),
         of_trl and not is_unsloth,
@@ -191,63 +191,65 @@ def _settings(calls: Iterable[_Call], file: ConfigFile) -> Iterator[tuple[str, S
             yield name, Setting(shown, value, call.line)
 
 
-def _add(found: dict[str, Setting], key: str, value: Any, origin: str) -> None:
+def _add(settings: dict[str, Setting], key: str, value: Any, origin: str) -> None:
     """Add a default, whose origin stands in place of a name."""
-    if key not in found:
-        found[key] = Setting(f"{origin}: {key}", value)
+    if key not in settings:
+        settings[key] = Setting(f"{origin}: {key}", value)
 
 
-def _complete(found: dict[str, Setting], configurations: list[_Call], *, is_preference: bool) -> None:
+def _complete(settings: dict[str, Setting], configurations: list[_Call], *, is_preference: bool) -> None:
     """Add Unsloth's defaults, and its words as those of others."""
-    value = {key: setting.value for key, setting in found.items()}
+    value = {key: setting.value for key, setting in settings.items()}
     is_full = bool(value.get("full_finetuning"))
     if configurations and not configurations[0].name.endswith("TrainingArguments"):
         for key, default in (("per_device_train_batch_size", 4), ("gradient_accumulation_steps", 2)):
-            _add(found, key, default, "the default of Unsloth")
-        _add(found, "optim", "adamw_8bit", "the default of Unsloth")
-    _add(found, "max_seq_length", 2048, "the default of Unsloth")
+            _add(settings, key, default, "the default of Unsloth")
+        _add(settings, "optim", "adamw_8bit", "the default of Unsloth")
+    _add(settings, "max_seq_length", 2048, "the default of Unsloth")
     halves = [key for key in ("bf16", "fp16") if value.get(key) is True]
     if not halves:
         is_half = str(value.get("torch_dtype", "")).rpartition(".")[2] == "float16"
-        _add_over(found, "fp16" if is_half else "bf16", True, "the type of the weights")
+        _add_over(settings, "fp16" if is_half else "bf16", True, "the type of the weights")
     few = "load_in_8bit" if value.get("load_in_8bit") else "load_in_4bit"
     wide = is_full or any(value.get(key) for key in ("load_in_16bit", "load_in_fp8"))
     if wide or (few == "load_in_8bit"):
-        _add_over(found, "load_in_4bit", False, "another type")
+        _add_over(settings, "load_in_4bit", False, "another type")
     elif value.get("load_in_4bit", True):
-        _add(found, "load_in_4bit", True, "the default of Unsloth")
-        _add(found, "bnb_4bit_use_double_quant", True, "Unsloth's BitsAndBytesConfig")
+        _add(settings, "load_in_4bit", True, "the default of Unsloth")
+        _add(settings, "bnb_4bit_use_double_quant", True, "Unsloth's BitsAndBytesConfig")
     if is_full:
         if not value.get("float32_mixed_precision"):
-            _add(found, "pure_bf16", True, "Unsloth's full fine-tuning")
+            _add(settings, "pure_bf16", True, "Unsloth's full fine-tuning")
     else:
-        _add(found, "lora_r", 16, "the default of Unsloth")
+        _add(settings, "lora_r", 16, "the default of Unsloth")
         usual = [
             *(names.AROUND["self_attn"] if value.get("finetune_attention_modules", True) else ()),
             *(names.AROUND["mlp"] if value.get("finetune_mlp_modules", True) else ()),
         ]
-        _add(found, "lora_target_modules", usual, "the default of Unsloth")
-    found.pop("gradient_checkpointing", None)  # of the configuration; the model has its own
-    setting = found.pop(
+        _add(settings, "lora_target_modules", usual, "the default of Unsloth")
+    settings.pop("gradient_checkpointing", None)  # of the configuration; the model has its own
+    setting = settings.pop(
         "use_gradient_checkpointing", Setting("the default of Unsloth: gradient checkpointing", "unsloth")
     )
-    lengths = [number for key in _LENGTHS if (number := whole(found[key].value if key in found else None))]
+    lengths = [number for key in _LENGTHS if (number := whole(settings[key].value if key in settings else None))]
     if setting.value == "unsloth" and min(lengths, default=0) >= _NUM_OFFLOADED and not is_preference:
-        found["activation_offloading"] = Setting(setting.key, "unsloth", setting.line)
+        settings["activation_offloading"] = Setting(setting.key, "unsloth", setting.line)
     else:
-        found["gradient_checkpointing"] = Setting(setting.key, setting.value is not False, setting.line)
+        settings["gradient_checkpointing"] = Setting(setting.key, setting.value is not False, setting.line)
 
 
-def _add_over(found: dict[str, Setting], key: str, value: Any, origin: str) -> None:
-    old = found.get(key)
-    found[key] = Setting(f"{origin}: {key}" if old is None else old.key, value, None if old is None else old.line)
+def _add_over(settings: dict[str, Setting], key: str, value: Any, origin: str) -> None:
+    old = settings.get(key)
+    settings[key] = Setting(f"{origin}: {key}" if old is None else old.key, value, None if old is None else old.line)
 
 
-def _choose_length(found: dict[str, Setting]) -> None:
+def _choose_length(settings: dict[str, Setting]) -> None:
     """Keep the shortest of several lengths, to which sequences are cut."""
-    known = [(number, key) for key in _LENGTHS if key in found and (number := whole(found[key].value)) is not None]
+    known = [
+        (number, key) for key in _LENGTHS if key in settings and (number := whole(settings[key].value)) is not None
+    ]
     for _, key in sorted(known)[1:]:
-        del found[key]
+        del settings[key]
 
 
 # Code
@@ -358,8 +360,8 @@ class _Reader:
         if isinstance(target, ast.Name):
             self._names[target.id] = value
         elif isinstance(target, ast.Tuple | ast.List):
-            for each in target.elts:
-                self._assign(each, _UNKNOWN)
+            for element in target.elts:
+                self._assign(element, _UNKNOWN)
 
     def _value(self, node: ast.expr) -> Any:
         """Value of an expression; ``_UNKNOWN`` for one that only running would give."""
@@ -369,7 +371,7 @@ class _Reader:
             case ast.Name():
                 return self._names.get(node.id, _UNKNOWN)
             case ast.List() | ast.Tuple() | ast.Set():
-                return self._all([self._value(each) for each in node.elts])
+                return self._all([self._value(element) for element in node.elts])
             case ast.Dict():
                 return self._mapping(node)
             case ast.UnaryOp(op=ast.Not()):
@@ -396,7 +398,7 @@ class _Reader:
 
     def _mapping(self, node: ast.Dict) -> Any:
         keys = self._all([_UNKNOWN if key is None else self._value(key) for key in node.keys])
-        values = self._all([self._value(each) for each in node.values])
+        values = self._all([self._value(item) for item in node.values])
         if isinstance(keys, _Unknown) or isinstance(values, _Unknown):
             return _UNKNOWN
         return dict(zip(map(str, keys), values, strict=True))
@@ -405,26 +407,26 @@ class _Reader:
         owner, _, name = ast.unparse(node.func).rpartition(".")
         if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Call):
             self._value(node.func.value)  # SFTTrainer(...).train()
-        values = {str(place): self._value(each) for place, each in enumerate(node.args)}
+        values = {str(place): self._value(argument) for place, argument in enumerate(node.args)}
         for keyword in node.keywords:
             value = self._value(keyword.value)
             if keyword.arg is not None:
                 values[keyword.arg] = value
             elif isinstance(value, dict):
-                values |= {str(key): each for key, each in value.items()}
+                values |= {str(key): item for key, item in value.items()}
             else:
                 values["**"] = _UNKNOWN
         if name in _SUPPORTED:
             return True
         if name == "dict" and not owner and not any(isinstance(value, _Unknown) for value in values.values()):
             return values
-        own = owner.rpartition(".")[2]
-        is_model = name == "from_pretrained" and not own.endswith(("Tokenizer", "Processor", "Config"))
+        owner_name = owner.rpartition(".")[2]
+        is_model = name == "from_pretrained" and not owner_name.endswith(("Tokenizer", "Processor", "Config"))
         counts = is_model or name in ("get_peft_model", "LoraConfig", "BitsAndBytesConfig")
         if counts or _TRAINERS.match(name) or _CONFIGURATIONS.match(name):
             line = node.lineno if self._has_lines else None
-            is_class = bool(_TRAINERS.match(name) or _CONFIGURATIONS.match(name)) and not own[:1].isupper()
-            self.calls.append(_Call(name, "" if is_class else own, line, values, self._is_certain))
+            is_class = bool(_TRAINERS.match(name) or _CONFIGURATIONS.match(name)) and not owner_name[:1].isupper()
+            self.calls.append(_Call(name, "" if is_class else owner_name, line, values, self._is_certain))
         return _UNKNOWN
 
 
@@ -435,7 +437,7 @@ def _combined(kind: type, left: Any, right: Any) -> Any:
         return _UNKNOWN
     if kind in (ast.Eq, ast.NotEq):
         return known(left, right)
-    numbers = all(isinstance(each, int | float) and abs(each) < 10**MAX_DIGITS for each in (left, right))
+    numbers = all(isinstance(number, int | float) and abs(number) < 10**MAX_DIGITS for number in (left, right))
     if not numbers or (kind is ast.Pow and abs(right) > _MAX_POWER):
         return _UNKNOWN
     try:

@@ -50,28 +50,28 @@ def weights_of_checkpoint(name: str) -> dict[str, Any] | None:
 
 def read_base_weights(run: TrainerRun) -> None:
     """Read the format of frozen weights below adapters."""
-    trainer, found = run.trainer, dict[str, Any]()
+    trainer, fields = run.trainer, dict[str, Any]()
     if trainer.is_true("gptq"):  # axolotl: the checkpoint has these weights
         if run.reading.written(_FIELD) is None:
             trainer.put(_FIELD, {"format": "gptq_int4"}, "gptq")
         trainer.no_effect(("gptq", "gptq_disable_exllama"))
-    key = _bits(run, found)
+    key = _bits(run, fields)
     if key is None:
         return
-    if found["format"] == "nf4":
-        _read_variant(run, found, key)
+    if fields["format"] == "nf4":
+        _read_variant(run, fields, key)
     if trainer.is_true("quantize_moe_experts"):  # axolotl, monkeypatch/moe_quant.py
-        found["experts"] = True
+        fields["experts"] = True
         trainer.no_effect(("quantize_moe_experts",))
     if run.is_axolotl or run.is_factory:  # they skip embeddings and head, or do not call it
-        found["upcast"] = False
+        fields["upcast"] = False
         if trainer.is_true("upcast_layernorm"):
             trainer.not_modeled("upcast_layernorm", "norms in FP32")
-    run.reading.put(_FIELD, found, trainer.full(key))
+    run.reading.put(_FIELD, fields, trainer.full(key))
     trainer.no_effect((*_FOUR, *_EIGHT, *_TYPES, *_DOUBLE, *_STORAGE, "quantization_bit", "quantization_method"))
 
 
-def _bits(run: TrainerRun, found: dict[str, Any]) -> str | None:
+def _bits(run: TrainerRun, fields: dict[str, Any]) -> str | None:
     """Setting that says that weights are quantized, and their format without its variants; None if they are not."""
     trainer = run.trainer
     adapter = trainer.first("adapter", "finetuning_type")
@@ -88,36 +88,38 @@ def _bits(run: TrainerRun, found: dict[str, Any]) -> str | None:
             trainer.refuse("quantization_method", "is not modeled yet", "use bnb")
         elif bits not in (4, 8):
             trainer.refuse("quantization_bit", "is not modeled yet: bitsandbytes has 4 and 8 bits", "use 4")
-        four, eight = ("quantization_bit" if bits == each else None for each in (4, 8))
+        four, eight = ("quantization_bit" if bits == width else None for width in (4, 8))
     if four is not None:
-        found["format"] = "nf4"
+        fields["format"] = "nf4"
         return four
     if eight is not None:
-        found["format"] = "int8"
+        fields["format"] = "int8"
     return eight
 
 
-def _read_variant(run: TrainerRun, found: dict[str, Any], key: str) -> None:
+def _read_variant(run: TrainerRun, fields: dict[str, Any], key: str) -> None:
     """Read the kind of 4 bits, double quantization and the type of the packed tensor."""
     trainer = run.trainer
     chosen = bool(run.is_axolotl or run.is_factory)
     kind = trainer.first(*_TYPES)
     word = str(trainer.value(kind, "nf4") if kind is not None else "nf4").lower()
     if word in ("nf4", "fp4"):
-        found["format"] = word
+        fields["format"] = word
     else:
         trainer.refuse(kind or key, "is no type of bitsandbytes", "use nf4 or fp4")
     double = trainer.first(*_DOUBLE)
     if is_true(trainer.value(double, chosen)) if double is not None else chosen:
-        found["double_quantization"] = True
+        fields["double_quantization"] = True
     stored = trainer.first(*_STORAGE)
     usual = {"bf16": "bf16", "fp16": "fp16"}.get(str(run.reading.written("training.precision")), "fp32")
-    own = "bf16" if run.is_axolotl else usual if run.is_factory else "uint8"
-    storage = _STORAGES.get(str(trainer.value(stored)).lower().removeprefix("torch.")) if stored is not None else own
+    default = "bf16" if run.is_axolotl else usual if run.is_factory else "uint8"
+    storage = (
+        _STORAGES.get(str(trainer.value(stored)).lower().removeprefix("torch.")) if stored is not None else default
+    )
     if storage is None:
         trainer.refuse(stored or "", "is no type of bitsandbytes' packed weights", "use bfloat16 or uint8")
     elif storage != "uint8":
-        found["storage"] = storage
+        fields["storage"] = storage
 
 
 _QAT = ("qat.weight_dtype", "qat.activation_dtype")
@@ -141,11 +143,11 @@ def read_fake_quantization(run: TrainerRun) -> None:
     weights, activations = (_word(trainer.value(key)) for key in _QAT)
     where = trainer.first(*_QAT) or ""
     weights = weights or "int8"
-    found = _SIMULATED.get((weights, weights if weights == "mxfp4" else activations))
+    fields = _SIMULATED.get((weights, weights if weights == "mxfp4" else activations))
     if weights == "nvfp4":
         rule = "is what axolotl makes NVFP4WeightOnlyConfig of, which torchao 0.17 and 0.18 cannot simulate"
         trainer.refuse(_QAT[0], rule, "use mxfp4 or int4")
-    elif found is None:
+    elif fields is None:
         known = "int4 with int8 or fp8 activations, fp8 with fp8, or mxfp4 with mxfp4"
         rule = f"is no type of weights that axolotl simulates with activations in {activations or 'full precision'}"
         trainer.refuse(where, rule, f"use {known}")
@@ -156,7 +158,7 @@ def read_fake_quantization(run: TrainerRun) -> None:
     else:
         group = whole(trainer.value("qat.group_size", _GROUP_SIZE))
         size = {"group_size": group} if weights == "int4" and group is not None else {}
-        run.reading.put("training.fake_quantization", {**found, **size}, trainer.full(where))
+        run.reading.put("training.fake_quantization", {**fields, **size}, trainer.full(where))
     trainer.no_effect(_QAT)
 
 

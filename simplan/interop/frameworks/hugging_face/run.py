@@ -257,11 +257,11 @@ class TrainerRun:
             self._precision = "fp8"
             self.trainer.no_effect(("tf32", "torch_dtype", "dtype", "model_dtype"))
             return
-        found = next(self._precisions(), None)
-        if found is None and self.unknown & {*_HALVES, "mixed_precision"}:
+        precision_and_key = next(self._precisions(), None)
+        if precision_and_key is None and self.unknown & {*_HALVES, "mixed_precision"}:
             precision = self._ask_for_precision("")
-        elif found is not None:
-            precision, key = found
+        elif precision_and_key is not None:
+            precision, key = precision_and_key
             self.reading.put("training.precision", precision, key)
         elif self.is_trl and not {"bf16", "fp16"} & self.trainer.settings.keys():
             precision = "bf16"
@@ -453,18 +453,18 @@ class TrainerRun:
 
     def _number(self, trainer: str, deepspeed: str) -> tuple[int | None, str]:
         """Number that the Trainer and DeepSpeed both have, and its setting; they must agree."""
-        found = [
+        candidates = [
             (value, keys.full(key))
             for keys, key in ((self.trainer, trainer), (self.deepspeed, deepspeed))
             if (value := whole(keys.value(key))) is not None
         ]
         for key in (deepspeed, f"deepspeed_config.{deepspeed}"):  # the Trainer's own value wins over Accelerate's
             value = whole(self.accelerate.value(key))
-            found += [(value, self.accelerate.full(key))] if value is not None and not found else []
-        if len({value for value, _ in found}) > 1:
-            (first, key), (other, other_key) = found[:2]
+            candidates += [(value, self.accelerate.full(key))] if value is not None and not candidates else []
+        if len({value for value, _ in candidates}) > 1:
+            (first, key), (other, other_key) = candidates[:2]
             self.reading.contradiction(other_key, f"is {other}, and {key} = {first}", "use auto, or the same number")
-        return found[0] if found else (None, "")
+        return candidates[0] if candidates else (None, "")
 
     @property
     def accumulates(self) -> bool:
@@ -504,9 +504,9 @@ class TrainerRun:
         if "gradient_clipping" in self.deepspeed:
             clip, key = self.deepspeed.value("gradient_clipping"), self.deepspeed.full("gradient_clipping")
         elif (
-            own := self.accelerate.first("gradient_clipping", "deepspeed_config.gradient_clipping")
+            clip_key := self.accelerate.first("gradient_clipping", "deepspeed_config.gradient_clipping")
         ) is not None and not self.trainer:
-            clip, key = self.accelerate.value(own), self.accelerate.full(own)
+            clip, key = self.accelerate.value(clip_key), self.accelerate.full(clip_key)
         if not isinstance(clip, int | float) or isinstance(clip, bool) or clip <= 0:
             return
         self.reading.put("training.clip_grad_norm", float(clip), key)
@@ -598,7 +598,9 @@ class TrainerRun:
             self._read_few_bits(key or "", name.rstrip("/").rpartition("/")[2])
         base = folder_of(self.reading.file)
         folders = (name, ".") if self.reads_others else ()
-        folder = next((each for each in folders if each and _config_in(base, each) is not None), None)
+        folder = next(
+            (candidate for candidate in folders if candidate and _config_in(base, candidate) is not None), None
+        )
         if folder is not None and (folder != "." or not preset_of(name)):
             path = _config_in(base, folder)
             assert path is not None
@@ -785,9 +787,9 @@ def _config_in(base: Path, name: str) -> str | None:
     path = Path(name)
     if path.is_absolute() or ".." in path.parts:
         return None
-    found = base / path / "config.json"
+    file = base / path / "config.json"
     try:
-        return str(path / "config.json") if is_file(found) and "model_type" in read_json(found) else None
+        return str(path / "config.json") if is_file(file) and "model_type" in read_json(file) else None
     except SpecError:
         return None
 

@@ -68,9 +68,9 @@ def launches_of(file: ConfigFile) -> list[TrainingCommand]:
         launches = read_launches(file.text, file.name, file.folder, wrappers=_OWN_PROGRAMS)
     except SpecError:
         return []
-    found = [launch for launch in launches if _is_ours(launch) or engine_file(launch, file) is not None]
-    launched = [launch for launch in found if launch.launchers or launch.program.text in _OWN_PROGRAMS]
-    return launched or found
+    ours = [launch for launch in launches if _is_ours(launch) or engine_file(launch, file) is not None]
+    launched = [launch for launch in ours if launch.launchers or launch.program.text in _OWN_PROGRAMS]
+    return launched or ours
 
 
 def engine_file(launch: TrainingCommand, file: ConfigFile) -> tuple[str, Document] | None:
@@ -104,8 +104,8 @@ def _is_ours(launch: TrainingCommand) -> bool:
 
 def _signs(arguments: Mapping[str, Setting]) -> set[str]:
     """Arguments of the Trainer; ``--deepspeed`` without a file is one of any program that DeepSpeed starts."""
-    found = arguments.keys() & {*SIGNS}
-    return found - {"deepspeed"} if "deepspeed" in found and arguments["deepspeed"].value is True else found
+    signs = arguments.keys() & {*SIGNS}
+    return signs - {"deepspeed"} if "deepspeed" in signs and arguments["deepspeed"].value is True else signs
 
 
 def refused_program(launch: TrainingCommand) -> tuple[str, str] | None:
@@ -123,26 +123,26 @@ def arguments_of(words: Iterable[Word], files: Mapping[str, Value]) -> list[tupl
 
     An argument without a value is true; several values are a list. The name of a file that the script writes is known.
     """
-    found: list[tuple[str, Setting]] = []
+    settings: list[tuple[str, Setting]] = []
     values: list[Word] = []
 
     def close(name: Word | None) -> None:
         if name is None:
             return
         key, equals, value = name.text.partition("=")
-        given = [value] if equals else [each.text for each in values]
-        data = [_value(text) for text in given]
-        known = all(written_file(text, files) for text in given) if given else not name.unknown
-        known = known or not any(each.unknown for each in (name, *values))
+        texts = [value] if equals else [word.text for word in values]
+        data = [_value(text) for text in texts]
+        known = all(written_file(text, files) for text in texts) if texts else not name.unknown
+        known = known or not any(word.unknown for word in (name, *values))
         setting = Setting(
             key, (True if not data else data[0] if len(data) == 1 else data) if known else None, own_line(name.line)
         )
         plain_key = key.lstrip("-").replace("-", "_")
         if isinstance(setting.value, dict):  # JSON in an argument
             inside = flattened(Document(setting.value, {}))
-            found.extend((f"{plain_key}.{k}", Setting(f"{key}.{k}", v.value, setting.line)) for k, v in inside)
+            settings.extend((f"{plain_key}.{k}", Setting(f"{key}.{k}", v.value, setting.line)) for k, v in inside)
         else:
-            found.append((plain_key, setting))
+            settings.append((plain_key, setting))
 
     current: Word | None = None
     for word in words:
@@ -152,7 +152,7 @@ def arguments_of(words: Iterable[Word], files: Mapping[str, Value]) -> list[tupl
         elif current is not None and "=" not in current.text and word.text not in ("$@", "$*"):
             values.append(word)
     close(current)
-    return found
+    return settings
 
 
 def _value(text: str) -> Any:

@@ -110,17 +110,17 @@ def _read_loading(run: TrainerRun, keys: Keys, version: int) -> None:
         keys.put("software.loading", "broadcast", "cpu_ram_efficient_loading")
 
 
-def _first_full(run: TrainerRun, keys: Keys, own: tuple[str, ...], accelerate: str, trainer: str) -> str | None:
-    candidates = [*((keys, key) for key in own), (run.accelerate, accelerate), (run.trainer, trainer)]
-    return next((each.full(key) for each, key in candidates if key in each), None)
+def _first_full(run: TrainerRun, keys: Keys, names: tuple[str, ...], accelerate: str, trainer: str) -> str | None:
+    candidates = [*((keys, key) for key in names), (run.accelerate, accelerate), (run.trainer, trainer)]
+    return next((view.full(key) for view, key in candidates if key in view), None)
 
 
 def _sharding(run: TrainerRun, keys: Keys, options: list[str], version: int) -> tuple[str, str]:
     """Sharding strategy of FSDP1 by name, or ``kept`` for parameters that FSDP2 does not reshard; its setting."""
-    found = next((word for word in options if word in names.SHARDING), None)
+    sharding = next((word for word in options if word in names.SHARDING), None)
     of_config = run.is_axolotl and any(key in keys for key in ("sharding_strategy", "reshard_after_forward"))
-    if found is not None and not of_config:
-        return found, run.trainer.full("fsdp")
+    if sharding is not None and not of_config:
+        return sharding, run.trainer.full("fsdp")
     for key in ("sharding_strategy", "reshard_after_forward"):
         if key not in keys or (key == "sharding_strategy" and version == 2 and "reshard_after_forward" in keys):
             continue

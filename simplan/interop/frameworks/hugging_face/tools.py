@@ -82,7 +82,7 @@ def split_of_tool(
     ``--accelerate_config`` of TRL names one of TRL's own configurations, or a file.
     """
     options_of_fsdp = tool == TRL
-    own: list[tuple[str, Setting]] = []
+    of_training: list[tuple[str, Setting]] = []
     passed: list[tuple[str, Setting]] = []
     for key, setting in settings:
         if key == "accelerate_config" and (named := table("trl_configurations").get(str(setting.value))) is not None:
@@ -93,9 +93,11 @@ def split_of_tool(
             passed.append(("config_file", setting))
         else:
             is_flag = options_of_fsdp and key.startswith("fsdp_") and not key.startswith("fsdp_config")
-            (passed if key in _OF_ACCELERATE or is_flag else own).append((key, setting))
+            (passed if key in _OF_ACCELERATE or is_flag else of_training).append((key, setting))
     options = {key for key, _ in settings}
-    return own, [(key, each) for key, each in passed if key not in options or not each.key.endswith(f": {key}")]
+    return of_training, [
+        (key, setting) for key, setting in passed if key not in options or not setting.key.endswith(f": {key}")
+    ]
 
 
 def read_plugins(run: TrainerRun) -> None:
@@ -170,7 +172,7 @@ def read_optimizer_of_factory(run: TrainerRun) -> bool:
     if word in words["optimizers"]:
         trainer.put("training.optimizer", words["optimizers"][word], f"use_{name}")
     else:
-        usual = [each for each in words["optimizers"] if each]
+        usual = [optimizer for optimizer in words["optimizers"] if optimizer]
         trainer.refuse("optim", f"is no optimizer that LLaMA-Factory has {name} for", f"use {either(usual)}")
     if trainer.value("deepspeed"):
         trainer.refuse("deepspeed", f"is refused by LLaMA-Factory with use_{name}", "use one device, or DDP")

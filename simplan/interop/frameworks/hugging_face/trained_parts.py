@@ -48,7 +48,7 @@ def read_trained_parts(run: TrainerRun) -> None:
         rule = "freezes all that its patterns do not match, adapters among them, whose names begin with base_model"
         trainer.refuse("unfrozen_parameters", rule, "remove it: with adapters all else is frozen")
         return
-    words = [str(each) for each in (patterns if isinstance(patterns, list) else [patterns])]
+    words = [str(pattern) for pattern in (patterns if isinstance(patterns, list) else [patterns])]
     if any(_ROWS.search(word) for word in words):
         why = "gradients of other rows are set to 0, and have states like all others"
         trainer.not_modeled("unfrozen_parameters", why)
@@ -96,10 +96,10 @@ def _read_freeze(run: TrainerRun, kind: str) -> None:
         chosen = {*range(max(0, count - number), count)} if number > 0 else {*range(min(-number, count))}
 
     def trains(module: str) -> bool:
-        found = re.match(r"layers\.(\d+)\.(\w+)", module)
-        if found is None:
+        match = re.match(r"layers\.(\d+)\.(\w+)", module)
+        if match is None:
             return module in extra
-        return int(found[1]) in chosen and ("all" in inside or found[2] in inside)
+        return int(match[1]) in chosen and ("all" in inside or match[2] in inside)
 
     if _put_frozen(run, kind, trains) and not trainer.is_true("pure_bf16"):
         trainer.not_modeled(kind, "frozen weights stay in 16 bits; here they are as wide as trained ones")
@@ -163,5 +163,5 @@ def _modules() -> Mapping[str, Sequence[str]]:
 def _inside(model: ModelSpec) -> set[str]:
     """Modules of the blocks of a model, each by its own name."""
     blocks = [layer for layer in {*model.layers} if layer.kind is LayerKind.BLOCK]
-    own = {parameter.name.rpartition(".")[0] for layer in blocks for parameter in layer.parameters}
-    return own & modules(blocks).keys()
+    with_parameters = {parameter.name.rpartition(".")[0] for layer in blocks for parameter in layer.parameters}
+    return with_parameters & modules(blocks).keys()

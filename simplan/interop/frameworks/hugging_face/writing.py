@@ -150,17 +150,19 @@ def _with_checkpointing(job: Job, options: tuple[Option, ...]) -> tuple[Option, 
     The Trainer's under FSDP gathers the parameters once more in backward, of which transformers warns. It stays where
     embeddings' results have gradients (``model.input_require_grads``), for which it asks.
     """
-    key, found = "--gradient_checkpointing", list(options)
-    own = next(option for option in found if option.setting.key == key)
-    last = next((n for n, each in enumerate(found) if each.setting.key == "fsdp_config.fsdp_state_dict_type"), None)
+    key, written = "--gradient_checkpointing", list(options)
+    checkpointing = next(option for option in written if option.setting.key == key)
+    last = next(
+        (n for n, option in enumerate(written) if option.setting.key == "fsdp_config.fsdp_state_dict_type"), None
+    )
     moved = last is not None and not job.model.input_require_grads
     if moved and last is not None:
-        found.remove(own)
+        written.remove(checkpointing)
         name = "fsdp_config.fsdp_activation_checkpointing"
-        found.insert(last + 1, Option(Setting(name, own.setting.value), own.comment))
-    if job.training.task != "pretrain" and (moved or own.setting.value is False):
-        found.append(Option(Setting(key, "false"), "TRL's default is true"))
-    return tuple(found)
+        written.insert(last + 1, Option(Setting(name, checkpointing.setting.value), checkpointing.comment))
+    if job.training.task != "pretrain" and (moved or checkpointing.setting.value is False):
+        written.append(Option(Setting(key, "false"), "TRL's default is true"))
+    return tuple(written)
 
 
 def _write_software(writing: Writing, name: str) -> None:
@@ -293,7 +295,7 @@ def _write_loss(writing: Writing) -> None:
             writing.set("--use_liger_kernel", True, "software.loss")
         return
     is_trl, chunked = training.task != "pretrain", software.chunked_losses.get(software.loss)
-    kinds = [loss for loss, each in software.chunked_losses.items() if each.fused or (is_trl and each.recomputed)]
+    kinds = [loss for loss, entry in software.chunked_losses.items() if entry.fused or (is_trl and entry.recomputed)]
     writing.allowed("software.loss", ("whole", *kinds), f"use {either(['whole', *kinds])}")
     if chunked is not None and chunked.fused:
         writing.set("--use_liger_kernel", True, "software.loss")

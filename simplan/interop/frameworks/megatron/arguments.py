@@ -108,7 +108,9 @@ def read_arguments(file: ConfigFile) -> Arguments:
         fix = "name the script that calls torchrun pretrain_gpt.py ..., or write its arguments into a file"
         raise SpecError(Problem(field="", rule=rule, fix=fix), file=file.name)
     launch = only_launch(launches, file.name)
-    sourced = tuple(Setting(f"source {each.name}", True, each.line) for each in script.missing if each.is_sourced)
+    sourced = tuple(
+        Setting(f"source {variable.name}", True, variable.line) for variable in script.missing if variable.is_sourced
+    )
     return replace(_sorted(launch), missing=sourced)
 
 
@@ -147,7 +149,7 @@ def _sorted(launch: TrainingCommand) -> Arguments:
             arguments[-1].words.append(word)
             if not written_file(word.text, launch.files):
                 arguments[-1].reason = arguments[-1].reason or word.doubt
-    last = {table["older_names"].get(each.key, each.key): each for each in arguments}
+    last = {table["older_names"].get(argument.key, argument.key): argument for argument in arguments}
     certain, unsure = [], []
     for key, argument in last.items():
         older = argument.key if argument.key != key else ""
@@ -184,8 +186,8 @@ def _yaml_arguments(file: ConfigFile) -> Arguments:
     certain += [
         Setting(name, known[name], file.yaml.place(("ENV_VARS", name))[0]) for name in VARIABLES if name in known
     ]
-    for key, given in file.yaml.data[_MODEL_ARGS].items():
-        value, line = given, file.yaml.place((_MODEL_ARGS, key))[0]
+    for key, content in file.yaml.data[_MODEL_ARGS].items():
+        value, line = content, file.yaml.place((_MODEL_ARGS, key))[0]
         if value is False or value is None:
             continue
         if isinstance(value, str):

@@ -36,11 +36,11 @@ def settings_of_file(file: ConfigFile, settings: Iterable[Setting]) -> Iterator[
     Raises:
         SpecError: The file holds no configuration of DeepSpeed.
     """
-    name = next((str(each.value) for each in settings if each.key == OPTION), "")
-    found = named_document(name, file) if name else None
-    if found is None:
+    name = next((str(setting.value) for setting in settings if setting.key == OPTION), "")
+    named = named_document(name, file) if name else None
+    if named is None:
         return
-    name, document = found
+    name, document = named
     if not {*_SECTIONS} & document.data.keys():
         what = f"this is no DeepSpeed configuration, and the script gives it as {OPTION}"
         raise file_error(name, what, f"give one that has {_SECTIONS[0]}")
@@ -95,10 +95,10 @@ def _read_stage_of_arguments(reading: MegatronReading) -> None:
 
 def _read_stage(reading: MegatronReading, keys: Keys) -> None:
     key, stage = "zero_optimization.stage", whole(keys.value("zero_optimization.stage", 0))
-    given = whole(reading.value("--zero-stage"))
+    given_stage = whole(reading.value("--zero-stage"))
     if stage not in (0, 1, 2, 3):
         keys.refuse(key, "is no stage of ZeRO", "use 0, 1, 2 or 3")
-    elif given is not None and given != stage:
+    elif given_stage is not None and given_stage != stage:
         rule = f"contradicts the JSON of {OPTION}, which has stage {stage} ({keys.full(key)})"
         reading.contradiction("--zero-stage", rule, "give both one stage")
     else:
@@ -107,8 +107,8 @@ def _read_stage(reading: MegatronReading, keys: Keys) -> None:
 
 def _put_stage(reading: MegatronReading, stage: object, key: str) -> None:
     if stage == 0 and "--bf16" in reading:
-        own = f"with --bf16, whose optimizer in DeepSpeed shards its states at stage 0 ({key})"
-        reading.put("plan.zero_stage", 1, own)
+        why = f"with --bf16, whose optimizer in DeepSpeed shards its states at stage 0 ({key})"
+        reading.put("plan.zero_stage", 1, why)
         reading.put("plan.dp_replicate", 1, "BF16_Optimizer shards over all data-parallel ranks")
     else:
         reading.put("plan.zero_stage", stage, key)
@@ -135,9 +135,9 @@ def _read_dtypes(reading: MegatronReading, keys: Keys) -> None:
         says = f"contradicts the script, which {'has' if option in reading else 'does not have'} {option}"
         reading.contradiction(keys.full(key), says, f"enable {name} in both, or in neither")
     key = "data_types.grad_accum_dtype"
-    given, wide = keys.value(key), next((each for each in ("bf16", "fp16") if f"--{each}" in reading), "fp32")
-    dtype = _DTYPES.get(str(given))
-    if given is not None and dtype is None:
+    dtype_name, wide = keys.value(key), next((half for half in ("bf16", "fp16") if f"--{half}" in reading), "fp32")
+    dtype = _DTYPES.get(str(dtype_name))
+    if dtype_name is not None and dtype is None:
         keys.refuse(key, "is no precision of gradients", "use fp32, bf16 or fp16")
     elif dtype is not None and dtype != wide:
         keys.put("plan.grad_dtype", dtype, key)
@@ -158,8 +158,12 @@ def _check_accumulation(reading: MegatronReading, keys: Keys) -> None:
     steps, devices = whole(keys.value(key)), reading.arguments.num_devices
     batch, micro = reading.peek("--global-batch-size"), reading.peek("--micro-batch-size", 1)
     degrees = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size")
-    sizes = [reading.peek(each, 1) for each in degrees]
-    if steps is None or devices is None or not all(type(each) is int and each > 0 for each in (batch, micro, *sizes)):
+    sizes = [reading.peek(degree, 1) for degree in degrees]
+    if (
+        steps is None
+        or devices is None
+        or not all(type(number) is int and number > 0 for number in (batch, micro, *sizes))
+    ):
         return
     ranks = devices // (sizes[0] * sizes[1])
     if ranks and steps * micro * ranks != batch:

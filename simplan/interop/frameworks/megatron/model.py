@@ -257,8 +257,8 @@ def _note_differences(reading: MegatronReading, family: str) -> None:
 def _note_dropout(reading: MegatronReading, family: str) -> None:
     has = family in ("gpt", "bert", "t5")
     for key in ("--hidden-dropout", "--attention-dropout"):
-        given = reading.value(key, 0.1)
-        if (given > 0 if isinstance(given, int | float) else True) == has:
+        dropout = reading.value(key, 0.1)
+        if (dropout > 0 if isinstance(dropout, int | float) else True) == has:
             reading.no_effect(key)
             reading.value(key)
         elif key in reading:
@@ -323,8 +323,8 @@ def _pattern(value: Any) -> int | list[int] | None:
         tree = ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return None
-    found = _evaluated(tree.body)
-    return found if isinstance(found, int | list) else None
+    pattern = _evaluated(tree.body)
+    return pattern if isinstance(pattern, int | list) else None
 
 
 def _evaluated(node: ast.expr) -> int | list[int] | None:

@@ -111,7 +111,7 @@ def _read_uneven_stages(reading: MegatronReading, layers: int, pp: int, virtual:
         if rest % middle if middle else rest:
             reading.contradiction(keys[0], f"leaves {rest} blocks for {middle} pipeline ranks", "change it")
             return
-        blocks = [rest // middle if each is None else each for each in by_rank]
+        blocks = [rest // middle if number is None else number for number in by_rank]
         stages = [number // virtual for _ in range(virtual) for number in blocks]
     else:
         ends = (embedding in reading or with_ends, loss in reading or with_ends)
@@ -153,13 +153,13 @@ def read_recompute(reading: MegatronReading) -> None:
     granularity = reading.value(key)
     method = reading.value("--recompute-method", reading.value("--activations-checkpoint-method"))
     numbers = ("--recompute-num-layers", "--activations-checkpoint-num-layers", "--checkpoint-num-layers")
-    number_key = next((each for each in numbers if each in reading), numbers[0])
+    number_key = next((candidate for candidate in numbers if candidate in reading), numbers[0])
     number = reading.value(number_key, 1)
     if "--recompute-activations" in reading:
         granularity, key = "selective", "--recompute-activations"
-    for each in ("--checkpoint-activations", "--activations-checkpoint-method"):
-        if each in reading:
-            granularity, key = "full", each
+    for old_key in ("--checkpoint-activations", "--activations-checkpoint-method"):
+        if old_key in reading:
+            granularity, key = "full", old_key
     if "--moe-layer-recompute" in reading and granularity != "full":
         reading.put("plan.recompute", "selective", "--moe-layer-recompute")
         reading.put("plan.recompute_modules", ["moe"], "--moe-layer-recompute")
@@ -182,9 +182,11 @@ def _read_recomputed_modules(reading: MegatronReading) -> None:
     key = "--recompute-modules"
     if key not in reading:
         return
-    given = reading.value(key)
-    modules = [str(each) for each in (given if isinstance(given, list) else str(given).replace(",", " ").split())]
-    others = [each for each in modules if each not in _RECOMPUTED]
+    listed = reading.value(key)
+    modules = [
+        str(module) for module in (listed if isinstance(listed, list) else str(listed).replace(",", " ").split())
+    ]
+    others = [module for module in modules if module not in _RECOMPUTED]
     if others:
         reading.refuse(key, f"has {', '.join(others)}, which is not modeled yet", f"use {', '.join(_RECOMPUTED)}")
     else:

@@ -267,8 +267,8 @@ class MegatronReading(Reading):
         said = next((key for key in ("--enable-cuda-graph", "--external-cuda-graph") if key in self), None)
         if said is None and self.peek("--cuda-graph-impl", "none") != "none":
             said = "--cuda-graph-impl"
-        given = [self.peek(key) or () for key in ("--cuda-graph-scope", "--cuda-graph-modules")]
-        parts = {str(part) for words in given for part in (words.split() if isinstance(words, str) else words)}
+        scopes = [self.peek(key) or () for key in ("--cuda-graph-scope", "--cuda-graph-modules")]
+        parts = {str(part) for words in scopes for part in (words.split() if isinstance(words, str) else words)}
         if said is not None and core.are_whole_layers(parts):
             self.put("software.cuda_graphs", bool(self.value(said)), said)
             self.no_effect("--cuda-graph-scope", "--cuda-graph-modules", "--cuda-graph-warmup-steps")

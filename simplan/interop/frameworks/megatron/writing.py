@@ -185,7 +185,7 @@ def _words(option: Option) -> str:
     if value is True:
         return option.setting.key
     values = value if isinstance(value, list | tuple) else [value]
-    return " ".join([option.setting.key, *(shlex.quote(str(each)) for each in values)])
+    return " ".join([option.setting.key, *(shlex.quote(str(value)) for value in values)])
 
 
 def _sections(job: Job) -> list[tuple[str, tuple[Option, ...]]]:

@@ -83,7 +83,7 @@ class TrainingCommand:
         if self.num_nodes is None or self.num_nodes < 2 or self.ranks_per_node is None:
             return None
         names = {*_RANKS_PER_NODE, "gpus-per-node"}
-        return next((each for each in self.launcher if _name_of(each) in names), None)
+        return next((option for option in self.launcher if _name_of(option) in names), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +131,12 @@ def read_script(text: str, file: str, folder: Path | None = None, *, wrappers: f
     shell = Shell(file, folder, _slurm_variables(sbatch), wrappers)
     first = next((line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")), "")
     shell.run(parse_script(f"python - {text}" if first.startswith("--") else text, file))
-    found = [(called, launch) for called in shell.called if (launch := _launch(called, sbatch, wrappers)) is not None]
-    found.sort(key=lambda each: each[0].condition is not None)
+    launches = [
+        (called, launch) for called in shell.called if (launch := _launch(called, sbatch, wrappers)) is not None
+    ]
+    launches.sort(key=lambda call_and_launch: call_and_launch[0].condition is not None)
     unclear = (called for called in shell.called if called.words and called.words[0].unknown)
-    return Script(tuple(launch for _, launch in found), tuple(shell.missing), tuple(unclear))
+    return Script(tuple(launch for _, launch in launches), tuple(shell.missing), tuple(unclear))
 
 
 def _slurm_variables(sbatch: Mapping[str, Setting]) -> dict[str, tuple[Value, ...]]:
@@ -150,7 +152,7 @@ def _slurm_variables(sbatch: Mapping[str, Setting]) -> dict[str, tuple[Value, ..
 def _launch(called: Called, sbatch: Mapping[str, Setting], wrappers: frozenset[str]) -> TrainingCommand | None:
     """The training that a command starts; None if it starts no Python program."""
     words, options, launchers = called.words, list[Setting](), list[str]()
-    position, own, is_launched = 0, 0, False
+    position, num_before, is_launched = 0, 0, False
     while position < len(words):
         name = words[position].text.rpartition("/")[2]
         is_python = _PYTHON.fullmatch(name) is not None
@@ -158,7 +160,7 @@ def _launch(called: Called, sbatch: Mapping[str, Setting], wrappers: frozenset[s
         if is_python or name in _LAUNCHERS or (name == "launch" and launchers[-1:] == ["accelerate"]):
             if name != "launch" and not is_python:
                 launchers.append(name)
-                own = len(options)
+                num_before = len(options)
             position = _launcher_options(words, position + 1, options, called.files)
             is_launched = True
         elif name in wrappers or (is_launched and (name.endswith(".py") or is_module or name == "-")):
@@ -168,7 +170,7 @@ def _launch(called: Called, sbatch: Mapping[str, Setting], wrappers: frozenset[s
                 program,
                 words[position + 1 :],
                 tuple(launchers),
-                tuple(options[own:]),
+                tuple(options[num_before:]),
                 *devices,
                 called.environment,
                 called.line,

@@ -222,8 +222,8 @@ class Lexer:
 
     def _quoted_lines(self, start: int, text: str) -> Iterator[Part]:
         """Text between quotes, one part a line."""
-        for line, each in enumerate(text.splitlines(keepends=True) or [""], start=self.line(start)):
-            yield Part("text", each, line, quoted=True)
+        for line, line_text in enumerate(text.splitlines(keepends=True) or [""], start=self.line(start)):
+            yield Part("text", line_text, line, quoted=True)
 
     def _escaped(self) -> Iterator[Part]:
         """Character after a backslash; nothing for the end of a line."""
@@ -319,10 +319,12 @@ class Lexer:
         return True
 
     def _read_here_documents(self) -> None:
-        for each in self._here_documents:
-            closing = re.compile(rf"^\t*{re.escape(each.end)}(?:\n|\Z)", re.MULTILINE).search(self.text, self.position)
-            each.text, each.line = self.text[self.position : closing.start() if closing else None], self.line()
-            if each.is_indented:
-                each.text = re.sub(r"(?m)^\t+", "", each.text)
+        for document in self._here_documents:
+            closing = re.compile(rf"^\t*{re.escape(document.end)}(?:\n|\Z)", re.MULTILINE).search(
+                self.text, self.position
+            )
+            document.text, document.line = self.text[self.position : closing.start() if closing else None], self.line()
+            if document.is_indented:
+                document.text = re.sub(r"(?m)^\t+", "", document.text)
             self.position = closing.end() if closing else len(self.text)
         self._here_documents.clear()

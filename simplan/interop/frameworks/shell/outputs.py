@@ -25,12 +25,12 @@ _NAMES = ("path", "dir", "name", "file", "project", "team", "group", "repo", "id
 _UNQUOTED = re.compile(r"([:=\[,]\s*)(__UNKNOWN_\d+__)(?=\s*(?:[,}\]#\n]|\Z))")
 
 
-def output_of(words: Sequence[Value], given: Value | None, read: Callable[[str], Value | None]) -> Value | None:
+def output_of(words: Sequence[Value], stdin: Value | None, read: Callable[[str], Value | None]) -> Value | None:
     """Text that a command prints; None if it cannot be known.
 
     Args:
         words: Words of the command.
-        given: Text that it is given, by a here-document or a pipe; None if there is none, or it is not known.
+        stdin: Text that it is given, by a here-document or a pipe; None if there is none, or it is not known.
         read: Text of a file by its name.
     """
     name, arguments = _text(words[0]), words[1:]
@@ -39,7 +39,7 @@ def output_of(words: Sequence[Value], given: Value | None, read: Callable[[str],
     match name:
         case "cat" | "tee":
             names = [_text(value) for value in values] if name == "cat" else []
-            texts = [given if name == "-" else read(name) for name in names or ["-"]]
+            texts = [stdin if name == "-" else read(name) for name in names or ["-"]]
             return None if None in texts else tuple(piece for text in texts for piece in text or ())
         case "echo":
             is_escaped = any("e" in option for option in options)
@@ -51,7 +51,7 @@ def output_of(words: Sequence[Value], given: Value | None, read: Callable[[str],
             end = Word("\n" if _text(values[0]) != "%s" else "", 0)
             return tuple(piece for value in values[1:] for piece in (*value, end))
         case "sed" if values and options in ([], ["-e"], ["-i"]):
-            return _substituted(values[0], given if len(values) == 1 else read(_text(values[1])))
+            return _substituted(values[0], stdin if len(values) == 1 else read(_text(values[1])))
     return None
 
 
@@ -71,7 +71,7 @@ def written_file(name: str, files: Mapping[str, Value]) -> tuple[str, Mapping[st
     """
     value = files.get(posixpath.normpath(name))
     if value is None:
-        others = [each for other, each in files.items() if posixpath.basename(other) == posixpath.basename(name)]
+        others = [content for other, content in files.items() if posixpath.basename(other) == posixpath.basename(name)]
         value = others[0] if len(others) == 1 else None
     if value is None or all(piece.unknown for piece in value):
         return None
@@ -104,7 +104,7 @@ def restored(data: Any, unknown: Mapping[str, Word]) -> Any:
     if isinstance(data, list):
         return [restored(value, unknown) for value in data]
     if isinstance(data, str):
-        return _PLACEHOLDER.sub(lambda found: unknown[found[0]].text if found[0] in unknown else found[0], data)
+        return _PLACEHOLDER.sub(lambda match: unknown[match[0]].text if match[0] in unknown else match[0], data)
     return data
 
 
@@ -119,7 +119,7 @@ def _spaced(values: Sequence[Value]) -> Value:
 
 
 def _unescaped(value: Value) -> Value:
-    return tuple(replace(piece, text=_ESCAPE.sub(lambda found: _ESCAPES[found[0]], piece.text)) for piece in value)
+    return tuple(replace(piece, text=_ESCAPE.sub(lambda match: _ESCAPES[match[0]], piece.text)) for piece in value)
 
 
 def _substituted(expression: Value, text: Value | None) -> Value | None:

@@ -63,7 +63,7 @@ def _position_of_text(words: Sequence[Word]) -> tuple[int | None, int]:
     """Positions of a shell and of its commands in ``srun bash -x -c TEXT``; None if there are none."""
     for position, word in enumerate(words):
         if word.text.rpartition("/")[2] in ("bash", "sh"):
-            options = takewhile(lambda each: each.text.startswith("-"), words[position + 1 :])
+            options = takewhile(lambda option: option.text.startswith("-"), words[position + 1 :])
             for number, option in enumerate(options, start=position + 2):
                 if option.text.endswith("c") and not option.text.startswith("--") and number < len(words):
                     return position, number
@@ -233,12 +233,14 @@ class Shell:
         words = self._words(simple.words)
         texts = [Word.of(word, simple.line) for word in words]
         name = texts[0].text if texts else ""
-        given, self._input = self._input, None
+        stdin, self._input = self._input, None
         if not words or name in _DECLARES:
-            for each in simple.assignments:
-                self.variables[each.name] = self._assigned(each)
+            for assignment in simple.assignments:
+                self.variables[assignment.name] = self._assigned(assignment)
             if name == "export":
-                self._exported |= {each.name for each in simple.assignments} | {word.text for word in texts[1:]}
+                self._exported |= {assignment.name for assignment in simple.assignments} | {
+                    word.text for word in texts[1:]
+                }
             return None if words else True
         if name in ("[", "[[", "test"):
             if "#" in self.variables:  # arguments that a known call does not give are empty
@@ -251,18 +253,21 @@ class Shell:
             return None if number is None else number != 0
         if name in ("true", ":", "false"):
             return name != "false"
-        self._start(simple, words, given)
+        self._start(simple, words, stdin)
         return None
 
-    def _start(self, simple: syntax.Simple, words: Sequence[Value], given: Value | None) -> None:
+    def _start(self, simple: syntax.Simple, words: Sequence[Value], stdin: Value | None) -> None:
         """Follow a command that has no status by its words.
 
         Args:
-            given: Text that it is given by a pipe; None if there is none, or it is not known.
+            stdin: Text that it is given by a pipe; None if there is none, or it is not known.
         """
         texts = [Word.of(word, simple.line) for word in words]
         name = texts[0].text
-        own = {each.name: Word.of(first_of(self._assigned(each)), each.line) for each in simple.assignments}
+        assigned = {
+            assignment.name: Word.of(first_of(self._assigned(assignment)), assignment.line)
+            for assignment in simple.assignments
+        }
         if name == "unset":
             for word in texts[1:]:
                 self.variables.pop(word.text, None)
@@ -270,22 +275,22 @@ class Shell:
             self._call(words[1:], self._functions[name])
         elif name == "eval":
             evaluated = [piece for word in words[1:] for piece in (*map(as_evaluated, word), Word(" ", simple.line))]
-            self._note(command_of(split_words(evaluated)), own, simple.line)
-        elif (simple.document is not None or given) and self._reads_script(texts):
-            self._run_document(simple.document, given, texts)
+            self._note(command_of(split_words(evaluated)), assigned, simple.line)
+        elif (simple.document is not None or stdin) and self._reads_script(texts):
+            self._run_document(simple.document, stdin, texts)
         elif name in outputs.COMMANDS:
-            self._write(simple, words, given)
+            self._write(simple, words, stdin)
         elif name not in ("cd", "mkdir", "set"):
-            self._note(words, own, simple.line)
+            self._note(words, assigned, simple.line)
 
-    def _write(self, simple: syntax.Simple, words: Sequence[Value], given: Value | None) -> None:
+    def _write(self, simple: syntax.Simple, words: Sequence[Value], stdin: Value | None) -> None:
         """Note the output of a command, for the file that it goes to, or for the next command of a pipe."""
         if simple.document is not None:
             try:
-                given = self._expanded(parse_document(simple.document, self.file))
+                stdin = self._expanded(parse_document(simple.document, self.file))
             except SpecError:
-                given = None
-        text = outputs.output_of(words, given, self._content)
+                stdin = None
+        text = outputs.output_of(words, stdin, self._content)
         self._input = text if simple.output is None else None
         files = outputs.written_files(words)
         if simple.output is not None:
@@ -312,21 +317,23 @@ class Shell:
             return
         names = [*map(str, range(1, _MAX_ARGUMENTS)), "@", "*", "#"]
         kept = {key: self.variables[key] for key in names if key in self.variables}
-        given: dict[str, tuple[Value, ...]] = {str(number): (value,) for number, value in enumerate(values, start=1)}
-        given |= {"@": tuple(values), "*": tuple(values), "#": ((Word(str(len(values)), 0),),)}
-        self.variables = {key: value for key, value in self.variables.items() if key not in names} | given
+        arguments: dict[str, tuple[Value, ...]] = {
+            str(number): (value,) for number, value in enumerate(values, start=1)
+        }
+        arguments |= {"@": tuple(values), "*": tuple(values), "#": ((Word(str(len(values)), 0),),)}
+        self.variables = {key: value for key, value in self.variables.items() if key not in names} | arguments
         self._calls += 1
         self.run(body)
         self._calls -= 1
         self.variables = {key: value for key, value in self.variables.items() if key not in names} | kept
 
-    def _note(self, words: Sequence[Value], own: Mapping[str, Word], line: int) -> None:
+    def _note(self, words: Sequence[Value], assigned: Mapping[str, Word], line: int) -> None:
         """Note a command; of ``bash -c TEXT``, the commands of the text."""
         texts = [Word.of(word, line) for word in words]
         if texts and texts[0].text in self._functions:  # exported to the shell that is started
             self._call(words[1:], self._functions[texts[0].text])
             return
-        if self._follow(texts, own):
+        if self._follow(texts, assigned):
             return
         position, text = _position_of_text(texts)
         if position is not None and self._calls < _MAX_CALLS:
@@ -339,11 +346,11 @@ class Shell:
         exported = {name: Word.of(self.variables[name][0], line) for name in self._exported if self.variables.get(name)}
         called_from = line if self._caller is None else self._caller
         files = {name.removeprefix(FILE): values[0] for name, values in self.variables.items() if name[:1] == FILE}
-        self.called.append(Called(tuple(texts), exported | dict(own), called_from, self._condition, files))
+        self.called.append(Called(tuple(texts), exported | dict(assigned), called_from, self._condition, files))
 
     def _prefix(self, start: int, words: Iterable[Word]) -> None:
         """Put the words of a wrapper before the commands from ``start`` on."""
-        self.called[start:] = [replace(each, words=(*words, *each.words)) for each in self.called[start:]]
+        self.called[start:] = [replace(called, words=(*words, *called.words)) for called in self.called[start:]]
 
     def _run_text(self, value: Value, line: int) -> None:
         """Run the text of ``bash -c``; words of a single plain command keep the lines in which they are written."""
@@ -366,10 +373,10 @@ class Shell:
             return not any(text.endswith(_SCRIPTS) for text in others)
         return all(text.startswith("-") for text in others)
 
-    def _run_document(self, document: HereDocument | None, given: Value | None, words: Sequence[Word]) -> None:
+    def _run_document(self, document: HereDocument | None, stdin: Value | None, words: Sequence[Word]) -> None:
         """Follow the commands of a here-document or of a pipe; options of ``sbatch`` are those of the launcher."""
         if document is None:
-            text = Word.of(given or (), words[0].line)
+            text = Word.of(stdin or (), words[0].line)
             script, line = text.text, text.line
         else:
             script, line = document.text, document.line
@@ -381,7 +388,7 @@ class Shell:
         if words[0].text.rpartition("/")[2] == "sbatch":
             self._prefix(outer, [Word("srun", words[0].line), *words[1:]])
 
-    def _follow(self, words: Sequence[Word], own: Mapping[str, Word]) -> bool:
+    def _follow(self, words: Sequence[Word], assigned: Mapping[str, Word]) -> bool:
         """Follow another script of the folder, with its arguments; False if the command calls none."""
         if self.folder is None or self._calls >= _MAX_CALLS or not words:
             return False
@@ -395,11 +402,13 @@ class Shell:
         self._caller = words[0].line if caller is None else caller
         text, outer = read_text(path, _MAX_CHARS), len(self.called)
         body = syntax.parse_script(text, str(path), 1 + self._num_files * OTHER_FILE)
-        self.variables |= {name: ((replace(word, condition=None),),) for name, word in own.items()}
+        self.variables |= {name: ((replace(word, condition=None),),) for name, word in assigned.items()}
         self._call([(replace(word, condition=None),) for word in words[position + 1 :]], body)
         prefix = words[:position] if called in _RUNNERS else ()
         if called == "sbatch":
-            options = [f"{each.key.removeprefix('#SBATCH ')}={each.value}" for each in syntax.sbatch_settings(text)]
+            options = [
+                f"{setting.key.removeprefix('#SBATCH ')}={setting.value}" for setting in syntax.sbatch_settings(text)
+            ]
             prefix = [*(Word(text, words[0].line) for text in ("srun", *options)), *words[1:position]]
         self._prefix(outer, prefix)
         self._caller = caller
@@ -481,7 +490,7 @@ class Shell:
                         is_open = False
                     else:
                         append([piece])
-        return [tuple(piece for piece in each if piece.text) for each in fields]
+        return [tuple(piece for piece in field if piece.text) for field in fields]
 
     def _expanded(self, word: SourceWord) -> Value:
         """Word without splitting, as in an assignment."""
@@ -505,13 +514,13 @@ class Shell:
         return ((Word(text, part.line, unknown),),)
 
     def _variable(self, part: Part) -> tuple[Value, ...]:
-        found, by_default = self.variables.get(part.text), part.operator.strip(":")
+        values, by_default = self.variables.get(part.text), part.operator.strip(":")
         if by_default in ("-", "=", "+"):
-            is_set = found is not None and (part.operator[0] != ":" or any(piece.text for piece in first_of(found)))
+            is_set = values is not None and (part.operator[0] != ":" or any(piece.text for piece in first_of(values)))
             if by_default == "+":
                 return (self._expanded(part.default) if is_set else (),)
             if is_set:
-                return (found or ((),))[:1]
+                return (values or ((),))[:1]
             value = self._expanded(part.default)
             if by_default == "=" and part.text.isidentifier():
                 self.variables[part.text] = (value,)
@@ -519,15 +528,15 @@ class Shell:
         if part.operator == "?":
             why = "is an expansion that simplan does not read"
             return ((Word(f"${{{part.text}}}", part.line, why),),)
-        if found is None:
+        if values is None:
             is_argument = not part.text[0].isalpha() and part.text[0] != "_"
             return ((Word(f"${part.text}", part.line, ARGUMENT if is_argument else UNSET),),)
         if part.operator == "#":
-            return ((Word(str(len(found)), part.line),),)
+            return ((Word(str(len(values)), part.line),),)
         if part.text in ("@", "*") or part.operator in ("[@]", "[*]"):
-            return found
+            return values
         index = int(part.operator[1:-1]) if part.operator.startswith("[") else 0
-        return (found[index] if index < len(found) else (),)
+        return (values[index] if index < len(values) else (),)
 
     def _arithmetic(self, expression: str) -> int | None:
         """Value of an arithmetic expression; None if a variable of it is unknown."""

@@ -165,7 +165,7 @@ class _Parser:
         self.lexer.descend()
         commands: list[Command] = []
         while True:
-            self._skip(*(each for each in _SEPARATORS if each not in ends))
+            self._skip(*(separator for separator in _SEPARATORS if separator not in ends))
             if self.token.text in ("", ")", *ends):
                 break
             commands.append(self._chain())
@@ -255,9 +255,9 @@ class _Parser:
 
     def _redirections(self) -> tuple[HereDocument | None, Output | None]:
         """Redirections of the command that ends here."""
-        found = self.lexer.document, self.lexer.output
+        document_and_output = self.lexer.document, self.lexer.output
         self.lexer.document = self.lexer.output = None
-        return found
+        return document_and_output
 
     def _assignment(self, match: re.Match[str], word: SourceWord) -> Assignment:
         token = self._next()

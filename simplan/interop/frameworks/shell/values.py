@@ -105,15 +105,17 @@ def merged(
         return tuple(replace(piece, condition=line) for piece in value)
 
     first = after[0]
-    if first is not None and all(each == first for each in after):
+    if first is not None and all(result == first for result in after):
         return first
-    known = [each for each in after if each is not None]
-    if name.startswith(FILE) and all(each == known[0] for each in known):
+    known = [result for result in after if result is not None]
+    if name.startswith(FILE) and all(result == known[0] for result in known):
         return known[0]  # the training needs the file, so that the branch which writes it is run
     start = before or ()
-    if all(each[: len(start)] == start for each in known) and (start[1:] or any(len(each) != 1 for each in known)):
-        return (*start, *(conditional(value) for each in known for value in each[len(start) :]))
-    texts, head = [first_of(each) for each in known], first_of(start)
+    if all(result[: len(start)] == start for result in known) and (
+        start[1:] or any(len(result) != 1 for result in known)
+    ):
+        return (*start, *(conditional(value) for result in known for value in result[len(start) :]))
+    texts, head = [first_of(result) for result in known], first_of(start)
     if head and all(text[len(text) - len(head) :] == head for text in texts):
         added = [piece for text in texts for piece in text[: len(text) - len(head)]]
         return ((*conditional(tuple(added)), *head),)

@@ -232,8 +232,8 @@ def arguments(words: Sequence[Word]) -> tuple[tuple[Setting, ...], dict[str, str
             position += 1
         setting = _setting(key.removeprefix("--").replace("-", "_"), values, own_line(word.line))
         settings.append(setting)
-        condition = next((each.condition for each in reasons if each.condition is not None), None)
-        why = next((each.unknown for each in reasons if each.unknown), "")
+        condition = next((reason.condition for reason in reasons if reason.condition is not None), None)
+        why = next((reason.unknown for reason in reasons if reason.unknown), "")
         if condition is not None:
             why = f"depends on the condition of line {condition}"
         if why:
@@ -264,22 +264,22 @@ def _included(file: ConfigFile, path: Setting) -> Iterable[Setting]:
     """Settings of the TOML file that a script names, or writes itself."""
     if (written := written_file(str(path.value), file.written)) is not None:
         return _written(file, path, *written)
-    found = _found(file, str(path.value))
-    if found is None:
+    source = _found(file, str(path.value))
+    if source is None:
         rule = f"is neither in the folder of the script nor in the {_PARENTS} folders above it"
         if not file.reads_others:
             rule = "names a file, which an upload cannot bring along"
         raise _problem(file, path, rule, "put it there, or give simplan that file")
-    return toml_settings(read_text(found, MAX_YAML_BYTES), str(found), with_lines=False)
+    return toml_settings(read_text(source, MAX_YAML_BYTES), str(source), with_lines=False)
 
 
 def _written(file: ConfigFile, path: Setting, text: str, unknown: Mapping[str, Word]) -> Iterable[Setting]:
     """Settings of a TOML file that the script writes itself."""
     settings = toml_settings(text, str(path.value), with_lines=False)
-    known = (each for each in settings if facts().aliases.get(each.key, each.key) in facts().defaults)
+    known = (setting for setting in settings if facts().aliases.get(setting.key, setting.key) in facts().defaults)
     if problems := doubts(str(path.value), known, unknown):
         raise SpecError(problems, file=file.name)
-    return [replace(each, value=restored(each.value, unknown)) for each in settings]
+    return [replace(setting, value=restored(setting.value, unknown)) for setting in settings]
 
 
 def _found(file: ConfigFile, *names: str) -> Path | None:
@@ -320,12 +320,12 @@ def _named(file: ConfigFile, by_key: dict[str, Setting], unknown: Mapping[str, s
 def _own(file: ConfigFile, by_key: dict[str, Setting], name: str) -> tuple[str, Mapping[str, Any]]:
     """Name and settings of a configuration in a Python file of the user's."""
     base = name.replace(".", "/")
-    found = _found(file, f"{base}.py", f"{base}/config_registry.py") if re.fullmatch(r"[\w.]+", name) else None
-    if found is None:
+    source = _found(file, f"{base}.py", f"{base}/config_registry.py") if re.fullmatch(r"[\w.]+", name) else None
+    if source is None:
         rule = "is neither a module of torchtitan 0.3 that simplan knows nor a Python file near the script"
         raise _problem(file, by_key["module"], rule, did_you_mean(name, facts().configurations))
     config = str(by_key["config"].value)
-    model, settings = read_function(read_text(found, MAX_YAML_BYTES), str(found), config, name)
+    model, settings = read_function(read_text(source, MAX_YAML_BYTES), str(source), config, name)
     if not model:
         raise _problem(file, by_key["config"], "has no model of torchtitan that simplan knows", "")
     by_key["module"] = Setting("module", model, by_key["module"].line)

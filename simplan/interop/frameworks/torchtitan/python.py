@@ -159,8 +159,8 @@ class _Function:
             for number in (keyword.value for keyword in value.keywords if keyword.arg == "num_chunks"):
                 self._put("loss.num_chunks", self._literal(number), value)
         elif isinstance(value, ast.Call) and _SECTIONS.get(name) == key:
-            for each in [each for each in self.settings if each.startswith(f"{key}.")]:
-                del self.settings[each]
+            for old_key in [old_key for old_key in self.settings if old_key.startswith(f"{key}.")]:
+                del self.settings[old_key]
             for keyword in value.keywords:
                 self._set(f"{key}.{keyword.arg}", keyword.value)
         elif key.split(".")[0] in _WITHOUT_EFFECT or key in ("optimizer", "hf_assets_path"):
@@ -186,18 +186,20 @@ class _Function:
 
     def _converters(self, converters: ast.List) -> None:
         names = []
-        for each in converters.elts:
-            known = _CONVERTERS.get(ast.unparse(each.func).split(".")[0]) if isinstance(each, ast.Call) else None
-            if known is None or not isinstance(each, ast.Call):
-                raise self._refused(each)
+        for converter in converters.elts:
+            known = (
+                _CONVERTERS.get(ast.unparse(converter.func).split(".")[0]) if isinstance(converter, ast.Call) else None
+            )
+            if known is None or not isinstance(converter, ast.Call):
+                raise self._refused(converter)
             name, defaults = known
             names.append(name)
-            given = {str(keyword.arg): keyword.value for keyword in each.keywords}
+            arguments = {str(keyword.arg): keyword.value for keyword in converter.keywords}
             for key, default in defaults.items():
-                self._put(f"{name}.{key}", default, each)
-            for key, value in given.items():
+                self._put(f"{name}.{key}", default, converter)
+            for key, value in arguments.items():
                 if key != "model_compile_enabled":
-                    self._put(f"{name}.{key}", self._literal(value), each)
+                    self._put(f"{name}.{key}", self._literal(value), converter)
         self._put("model.converters", names, converters)
 
     def _put(self, key: str, value: Any, node: ast.expr) -> None:
@@ -217,5 +219,7 @@ class _Function:
 
 def _known(name: str) -> tuple[str, Mapping[str, Any]] | None:
     """Module and settings of a configuration of torchtitan, by the last part of its name."""
-    own = name.rpartition(".")[2]
-    return next(((module, named[own]) for module, named in facts().configurations.items() if own in named), None)
+    last_name = name.rpartition(".")[2]
+    return next(
+        ((module, named[last_name]) for module, named in facts().configurations.items() if last_name in named), None
+    )

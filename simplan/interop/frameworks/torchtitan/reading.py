@@ -166,9 +166,9 @@ def _generated(settings: RunSettings, layers: int, number: int) -> tuple[tuple[i
     """Blocks of each stage, and number of stages, that torchtitan generates."""
     ends = (f"parallelism.pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last"))
     first_less, last_less = (settings.whole(key, 0) for key in ends)
-    each = "parallelism.pipeline_parallel_layers_per_stage"
-    if settings[each] is not None:
-        number = math.ceil((layers + first_less + last_less) / settings.whole(each))
+    key = "parallelism.pipeline_parallel_layers_per_stage"
+    if settings[key] is not None:
+        number = math.ceil((layers + first_less + last_less) / settings.whole(key))
     if settings.is_of_2024:
         return stages.generated_layers_of_2024(layers, number), number
     return stages.generated_layers(layers, number, first_less, last_less), number
@@ -307,7 +307,7 @@ def _precision(settings: RunSettings) -> None:
     elif any(name in _MX for name in names):
         key, precision = "model.converters", "mxfp8"
     else:
-        unused = [settings.key(each) for each in facts().known("quantize.linear.")]
+        unused = [settings.key(name) for name in facts().known("quantize.linear.")]
         settings.reading.no_effect(*unused)
     settings.put("training.precision", precision, key)
     for name in names:
@@ -316,10 +316,10 @@ def _precision(settings: RunSettings) -> None:
         elif name not in (*_FLOAT8, *_MX):
             settings.refuse("model.converters", f"has {name}, which is not modeled yet", "use float8 or mx")
     if not any(name in _EXPERTS for name in names):
-        unused = [settings.key(each) for each in facts().known("quantize.grouped_mm.")]
+        unused = [settings.key(name) for name in facts().known("quantize.grouped_mm.")]
         settings.reading.no_effect(*unused)
-    for each in ("quantize.linear.mx.recipe_name", "quantize.grouped_mm.float8.fqns", "quantize.grouped_mm.mx.fqns"):
-        settings.reading.no_effect(settings.key(each))
+    for name in ("quantize.linear.mx.recipe_name", "quantize.grouped_mm.float8.fqns", "quantize.grouped_mm.mx.fqns"):
+        settings.reading.no_effect(settings.key(name))
 
 
 def _float8(settings: RunSettings) -> None:

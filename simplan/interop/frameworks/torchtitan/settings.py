@@ -57,7 +57,7 @@ class Facts:
     def model(self, name: str, flavor: str, *, of_2024: bool = False) -> Mapping[str, Any] | None:
         """Keys of the section ``model`` for a model and flavor; None if torchtitan has no such flavor."""
         known = {**self.models.get(name, {}), **(self.of_2024.get(name, {}) if of_2024 else {})}
-        ending = next((each for each in _ATTENTION if flavor.endswith(each)), "")
+        ending = next((suffix for suffix in _ATTENTION if flavor.endswith(suffix)), "")
         return known.get(flavor.removesuffix(ending))
 
 
@@ -81,8 +81,8 @@ def num_layers(model: Mapping[str, Any]) -> int:
 
 def _with_base(settings: Mapping[str, Any]) -> dict[str, Any]:
     base = settings.get(_BASE)
-    own = {key: value for key, value in settings.items() if key != _BASE}
-    return {**(_with_base(base) if base else {}), **own}
+    own_settings = {key: value for key, value in settings.items() if key != _BASE}
+    return {**(_with_base(base) if base else {}), **own_settings}
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ _ENDS = ("norm", "output", "lm_head")
 def schedule_class(name: object) -> str | None:
     """Name of a schedule as torch spells it; torch ignores case. None if torch has no such schedule."""
     known = [*SCHEDULES, *OTHER_SCHEDULES, CUSTOM_SINGLE, CUSTOM_MULTI]
-    return next((each for each in known if each.lower() == str(name).lower()), None)
+    return next((candidate for candidate in known if candidate.lower() == str(name).lower()), None)
 
 
 def default_stages_per_rank(schedule: str) -> int:
@@ -44,10 +44,10 @@ def generated_layers(num_layers: int, num_stages: int, first_less: int = 1, last
     Raises:
         ValueError: There are too few blocks, which torchtitan refuses.
     """
-    each, rest = divmod(num_layers + first_less + last_less, num_stages)
-    if each < max(1, first_less, last_less):
+    layers_per_stage, rest = divmod(num_layers + first_less + last_less, num_stages)
+    if layers_per_stage < max(1, first_less, last_less):
         raise ValueError(f"{num_layers} blocks are too few for {num_stages} stages")
-    layers = [each + (stage < rest) for stage in range(num_stages)]
+    layers = [layers_per_stage + (stage < rest) for stage in range(num_stages)]
     layers[0] -= first_less
     layers[-1] -= last_less
     return tuple(layers)
@@ -63,10 +63,10 @@ def generated_layers_of_2024(num_layers: int, num_stages: int) -> tuple[int, ...
     Raises:
         ValueError: There are fewer blocks than stages, which torchtitan refuses.
     """
-    each, rest = divmod(num_layers, num_stages)
-    if each < 1:
+    layers_per_stage, rest = divmod(num_layers, num_stages)
+    if layers_per_stage < 1:
         raise ValueError(f"{num_layers} blocks are too few for {num_stages} stages")
-    layers = [each + (1 <= stage <= rest) for stage in range(num_stages)]
+    layers = [layers_per_stage + (1 <= stage <= rest) for stage in range(num_stages)]
     layers[-1] = num_layers - sum(layers[:-1])
     return tuple(layers)
 

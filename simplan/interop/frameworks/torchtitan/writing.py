@@ -88,7 +88,7 @@ def export_arguments(job: Job, name: str) -> Exported:
         files[f"{_MODULE}.py"] = _configuration(job, written)
     command = ["-m", "torchtitan.train", "--module", module, "--config", configuration]
     places = ["--hf_assets_path", '"$HF_ASSETS"', "--dataloader.dataset", '"$DATASET"', '"${ARGUMENTS[@]}"']
-    mode = next(each.setting.value for each in options if each.setting.key == "activation_checkpoint.mode")
+    mode = next(option.setting.value for option in options if option.setting.key == "activation_checkpoint.mode")
     lines = [_argument(option) for option in options if not option.setting.key.startswith(_NO_ARGUMENTS)]
     script = _script(job, name, [*command, *places, f"activation-checkpoint:{mode}"], lines)
     return Exported({"train.sh": script, **files}, "bash train.sh", tuple(written.notes))
@@ -191,16 +191,16 @@ class _Job(Writing):
     def _named(self, name: str, flavor: str) -> None:
         """Find the configuration of version 0.3 to start from: one of the flavor that nothing is quantized in."""
         known = facts().configurations.get(name, {})
-        found = [
+        configurations = [
             config
             for config, settings in known.items()
             if settings["model.flavor"] == flavor and "model.converters" not in settings and "sft" not in config
         ]
-        if not found:
+        if not configurations:
             ones = sorted({settings["model.flavor"] for settings in known.values()})
             fix = f"its configurations are of {', '.join(ones)}; use --to torchtitan-toml" if ones else ""
             self.refuse("model.name", fix or "use --to torchtitan-toml")
-        self.module, self.configuration, self.flavor = name, found[0], flavor
+        self.module, self.configuration, self.flavor = name, configurations[0], flavor
 
     def _software(self) -> None:
         software = self.job.software
@@ -300,7 +300,7 @@ class _Job(Writing):
     def _pipeline(self) -> None:
         plan = self.job.plan
         self.taken("plan.virtual_stages", "plan.schedule", "plan.stage_layers")
-        names = {own: name for name, own in stages.SCHEDULES.items()}
+        names = {class_name: name for name, class_name in stages.SCHEDULES.items()}
         prediction = predict(self.job)
         bounds = prediction.assignment.boundaries
         layers = [end - begin for begin, end in pairwise(bounds)]

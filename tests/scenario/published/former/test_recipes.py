@@ -12,6 +12,7 @@ from simplan.errors import SpecError
 from simplan.scenario.published.former.recipes import shipped_recipes
 from simplan.scenario.published.reading import parse_published
 from tests.scenario.published.former.former_runs import former, former_text
+from tests.support.problems import says
 
 
 def bridge(version: str = "NeMo container 26.02", **changes: Any) -> PublishedRun:
@@ -26,9 +27,9 @@ def qwen(version: str, device: str, precision: str, **changes: Any) -> Published
     return bridge(f"NeMo container {version}", **model, **how, **changes)
 
 
-@pytest.mark.parametrize(("version", "found"), [("24.05", None), ("24.07", "bf16"), ("", None)])
-def test_recipe_begins_with_a_release(version: str, found: str | None) -> None:
-    assert former(software__framework="nemo", software__version=version).known_job.plan.grad_dtype == found
+@pytest.mark.parametrize(("version", "grad_dtype"), [("24.05", None), ("24.07", "bf16"), ("", None)])
+def test_recipe_begins_with_a_release(version: str, grad_dtype: str | None) -> None:
+    assert former(software__framework="nemo", software__version=version).known_job.plan.grad_dtype == grad_dtype
 
 
 def test_printed_setting_wins_over_the_recipe() -> None:
@@ -60,11 +61,11 @@ def test_shipped_recipes_name_devices_of_the_catalog() -> None:
 @pytest.mark.parametrize(
     ("recipe", "sentence"),
     [
-        ({"sets": {"expert_dispatcher": "deepep"}}, "recipes.megatron-lm.0.sets.expert_dispatcher: is not a known key; "
-         "did you mean expert_dispatch?"),
-        ({"where": [{"devise": ["gb200"]}]}, "recipes.megatron-lm.0.where.0.devise: is not a known key; did you mean"),
+        ({"sets": {"expert_dispatcher": "deepep"}},
+         "recipes.megatron-lm.0.sets.expert_dispatcher: is not ... known ... did you mean expert_dispatch?"),
+        ({"where": [{"devise": ["gb200"]}]}, "recipes.megatron-lm.0.where.0.devise: is not ... known ... did you mean"),
         ({"where": [{"since": "26"}]},
-         'where.0.since = "26": must be the year and month of a release, such as "26.04"'),
+         'where.0.since = "26": ... release ... "26.04"'),
         ({"where": [{"since": 26.04}]}, 'where.0.since = 26.04: must be text; write "26.04"'),
     ],
 )  # fmt: skip
@@ -72,15 +73,15 @@ def test_wrong_recipe_is_refused_in_a_sentence(recipe: dict[str, Any], sentence:
     text = former_text({"megatron-lm": [{"sets": {}, "source": "a test"} | recipe]})
     with pytest.raises(SpecError) as caught:
         parse_published(text, "f")
-    assert sentence in str(caught.value)
+    assert says(str(caught.value), sentence)
 
 
 def test_recipes_of_a_file_come_last() -> None:
     sets = {"recompute_layers": 2, "grad_dtype": "fp32"}
-    own = {"megatron-lm": [{"where": [{"models": ["small"]}], "sets": sets, "source": "a test"}]}
-    plan = former(own).known_job.plan
+    recipes = {"megatron-lm": [{"where": [{"models": ["small"]}], "sets": sets, "source": "a test"}]}
+    plan = former(recipes).known_job.plan
     assert (plan.recompute, plan.recompute_layers, plan.grad_dtype) == ("full", 2, "fp32")
-    assert former(own, model__name="big").known_job.plan.recompute == "none"
+    assert former(recipes, model__name="big").known_job.plan.recompute == "none"
     nemo: dict[str, Any] = {"software__framework": "nemo", "software__version": "NeMo24.07", "task": "lora"}
     tuned = former({"nemo": [{"sets": {"lora_rank": 8}, "source": "a test"}]}, **nemo)
     assert tuned.known_job.model.lora_rank == 8
@@ -106,7 +107,7 @@ def test_run_has_no_overlap_that_its_framework_refuses(plan: dict[str, Any], why
 
 
 @pytest.mark.parametrize(
-    ("version", "device", "precision", "found"),
+    ("version", "device", "precision", "expected"),
     [
         ("25.09", "gb200", "mxfp8", ("all_to_all", False, False, False)),
         ("26.02", "gb200", "bf16", ("hybridep", False, False, False)),
@@ -118,8 +119,8 @@ def test_run_has_no_overlap_that_its_framework_refuses(plan: dict[str, Any], why
     ],
 )
 def test_expert_settings_are_those_of_the_containers_recipe(
-    version: str, device: str, precision: str, found: tuple[str, bool, bool, bool]
+    version: str, device: str, precision: str, expected: tuple[str, bool, bool, bool]
 ) -> None:
     software = qwen(version, device, precision, plan__ep=2, plan__pp=1).known_job.software
     settings = (software.expert_dispatch, software.expert_overlap, software.fused_experts)
-    assert (*settings, software.fp8_dot_product_attention) == found
+    assert (*settings, software.fp8_dot_product_attention) == expected
