@@ -486,14 +486,12 @@ def _software_entry(name: str, *parents: str) -> dict[str, Any]:
         dropped = {*_NOT_INHERITED, *(_BUCKETS if written.get("grad_overlap") is False else ())}
         dropped |= {*(_OF_KERNELS[1:] if "rates_of" in written else ())}
         sourced = {key.partition(".")[0] for key in written["sources"]}
-        differs = {
+        changed = {
             key for key in written if written[key] != inherited.get(key)
-        } - sourced  # a source is about the other's value
-        sources = inherited["sources"].items()
-        inherited = {key: value for key, value in inherited.items() if key not in dropped}
-        inherited["sources"] = {
-            key: source for key, source in sources if key.partition(".")[0] not in dropped | differs
-        }
+        }  # its source is about the other's value
+        unsourced = dropped | (changed - sourced)
+        kept = {key: text for key, text in inherited["sources"].items() if key.partition(".")[0] not in unsourced}
+        inherited = {key: value for key, value in inherited.items() if key not in dropped} | {"sources": kept}
         nested = {key: inherited[key] | written[key] for key in ("references", "sources")}
         entry = inherited | written | nested
     _check_buckets(entry, written, file)
