@@ -610,6 +610,26 @@ def test_llama_factory_recomputes_by_default(line: str, recompute: str, tmp_path
     assert read_source(file, overrides).document.data["plan"]["recompute"] == recompute
 
 
+_OF_FACTORY = {"model_name_or_path": "Llama-3.2-1B", "stage": "sft", "finetuning_type": "full", "bf16": True}
+
+
+@pytest.mark.parametrize(
+    ("command", "length", "micro"),
+    [
+        ("torchrun --nproc_per_node 8 src/train.py run.yaml", 2048, 1),
+        ("llamafactory-cli train run.yaml per_device_train_batch_size=4 cutoff_len=512", 512, 4),
+        ("deepspeed --num_gpus 8 src/train_bash.py --stage sft --finetuning_type full", 2048, 2),
+    ],
+)
+def test_commands_of_llama_factory_have_its_defaults(command: str, length: int, micro: int, tmp_path: Path) -> None:
+    """LLaMA-Factory at ff6d4d1, hparams/parser.py (``read_args``) and data_args.py; src/train_bash.py till 0.7."""
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(_OF_FACTORY | {"per_device_train_batch_size": 1}))
+    path, more = tmp_path / "run.sh", "--model_name_or_path Llama-3.2-1B --per_device_train_batch_size 2 --bf16"
+    path.write_text(f"{command} {more if '--stage' in command else ''}\n", encoding="utf-8")
+    job = scenario_from(path, {"cluster.preset": "dgx-h100", "plan.zero_stage": 2}).job
+    assert (job.model.seq_len, job.plan.microbatch_size, job.plan.recompute) == (length, micro, "full")
+
+
 _LONG = "accelerate launch --use_fsdp --fsdp_version 2 --num_processes 8 --parallelism_config_cp_size 8 train.py "
 
 

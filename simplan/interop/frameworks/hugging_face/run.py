@@ -590,6 +590,8 @@ class TrainerRun:
             if not packs and length != "block_size":
                 why = "shorter sequences are padded to the longest of their batch only; all are this long here"
                 self.trainer.not_modeled(length, why)
+        elif self.is_factory and length is None:
+            self.reading.put("model.seq_len", 2048, "the default of LLaMA-Factory's cutoff_len, 1024 before 0.9.2")
         else:
             self.reading.ask("model.seq_len", what="does not say how long sequences are", fix="add --seq-len 4096")
         key = self.trainer.first("model_name_or_path", "config_name", "base_model")
