@@ -25,7 +25,7 @@ from simplan.errors import Problem, SpecError
 from simplan.goodput.sections import SECTIONS, RunLength
 from simplan.interop.configuration import Configuration
 from simplan.interop.formats import ConfigFile, formats, read_configuration
-from simplan.interop.frameworks.shell import unknown_script
+from simplan.interop.frameworks.shell import WITHOUT_FILE, unknown_script
 from simplan.interop.huggingface import model_types
 from simplan.interop.others import framework_that_is_not_read
 from simplan.io import MAX_YAML_BYTES, folder_of, read_json, read_text
@@ -72,7 +72,6 @@ _SECTIONS = frozenset(
 )
 _OF_PLAN = ("plan", "expect", "measured")
 """Sections that are of one plan."""
-_WITHOUT_FILE = "write a scenario, or name model and plan: simplan predict llama3-8b --cluster dgx-h100 --tp 8"
 _IN_FOLDERS = ("training_args.json", "config.json")
 """Files that say what a folder holds: arguments of a training, next to which is its model, or a model."""
 _MICROBATCHES_PER_STAGE = 4  # with 1F1B, a bubble of at most 1/5 of the step
@@ -500,7 +499,7 @@ def _parsed(file: ConfigFile, framework: str | None) -> tuple[Document, str, boo
     is_scenario = file.yaml is not None and {"model", "cluster"} <= file.yaml.data.keys()
     if framework is None and not is_scenario and (other := framework_that_is_not_read(file)) is not None:
         rule = f"looks like a file of {other}, which is not read"
-        raise SpecError(Problem(field="", rule=rule, fix=_WITHOUT_FILE), file=file.name)
+        raise SpecError(Problem(field="", rule=rule, fix=WITHOUT_FILE), file=file.name)
     if file.yaml is None and path.suffix == ".py":
         rule = "is a Python script, which simplan does not run"
         fix = "give the command that launches it, as a shell script, or its arguments as JSON or YAML"
@@ -522,7 +521,7 @@ def _parsed(file: ConfigFile, framework: str | None) -> tuple[Document, str, boo
         return Document({"name": path.stem, "model": {"file": path.name}}, {}), file.name, False, None
     if isinstance(document.data, dict) and document.data and not _SECTIONS & document.data.keys():
         rule = "is no file of a framework that simplan knows, and has no section of a scenario (model, cluster, ...)"
-        raise SpecError(Problem(field="", rule=rule, fix=_WITHOUT_FILE), file=file.name)
+        raise SpecError(Problem(field="", rule=rule, fix=WITHOUT_FILE), file=file.name)
     return document, file.name, True, None
 
 

@@ -502,7 +502,7 @@ def test_config_of_model_gives_the_model(name: str) -> None:
         ("hugging-quants/Meta-Llama-3.1-405B-BNB-NF4-BF16", "llama3.1-405b"),
         ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
         ("mistralai/Mistral-7B-Instruct-v0.1", "mistral-7b-v0.1"),
-        ("mistralai/Mistral-7B-Instruct-v0.2", None),  # no window and another vocabulary: neither v0.1 nor v0.3
+        ("mistralai/Mistral-7B-Instruct-v0.2", "mistral-7b-v0.2"),  # v0.1 without its window
         ("google-bert/bert-base-uncased", "bert-base"),
         ("EleutherAI/pythia-6.9b-deduped", "pythia-6.9b"),
         ("mosaicml/mpt-7b", "mpt-7b-alibi"),
@@ -514,6 +514,16 @@ def test_config_of_model_gives_the_model(name: str) -> None:
 )
 def test_hub_name_is_preset_of_the_same_shape(name: str, preset: str | None) -> None:
     assert preset_of(name) == preset
+
+
+@pytest.mark.parametrize("key", ["model_name", "model_id", "base_model"])
+def test_model_is_named_by_arguments_of_other_scripts(key: str, tmp_path: Path) -> None:
+    """As simplescaling/s1 (train/sft.py) and tloen/alpaca-lora (finetune.py) have them."""
+    path = tmp_path / "run.sh"
+    path.write_text(
+        f"torchrun --nproc_per_node 8 sft.py --{key}=gpt2 --per_device_train_batch_size 1 --block_size 512\n"
+    )
+    assert scenario_from(path, {"cluster.preset": "dgx-h100"}).job.model.name == "gpt2"
 
 
 def test_memory_of_zero_states_is_that_of_the_paper(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from simplan.interop.frameworks import tables
 from simplan.model.adapters import MODULES
 
+MODELS = ("model_name_or_path", "config_name", "base_model", "model_name", "model_id", "model_path")
+"""Arguments that name the model: the Trainer's scripts, axolotl, scripts of users."""
 LENGTHS = (
     "max_seq_length", "max_length", "model_max_length", "cutoff_len", "sequence_len", "block_size", "max_seq_len",
 )  # fmt: skip
