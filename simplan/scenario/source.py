@@ -23,7 +23,7 @@ from simplan.document import Document, parse_yaml
 from simplan.document import Path as KeyPath
 from simplan.errors import Problem, SpecError
 from simplan.goodput.sections import SECTIONS, RunLength
-from simplan.interop.configuration import Configuration
+from simplan.interop.configuration import Configuration, Setting
 from simplan.interop.formats import ConfigFile, formats, read_configuration
 from simplan.interop.frameworks.shell import WITHOUT_FILE, unknown_script
 from simplan.interop.huggingface import model_types
@@ -393,7 +393,9 @@ def read_source(
         data = _overridden(data, changes, typed, file)
     data, spelled = with_catalog_names(data)
     if not is_whole and isinstance(data, dict):
-        data, assumptions = _completed(data, file, searches=searches, has_batch=batch is not None)
+        data, assumptions = _completed(
+            data, file, searches=searches, has_batch=batch is not None, node=_node_of(configuration, changes)
+        )
     if batch is not None and isinstance(data, dict):
         data, rounded = _with_batch(data, file, batch, typed, searches=searches)
         assumptions += rounded
@@ -450,7 +452,8 @@ def _current(
     """Document of the plan that a file has, for a search that starts from it."""
     kept = {key: value for key, value in changes.items() if not key.startswith("search.")}
     data, spelled = with_catalog_names(_overridden(document.data, kept, typed, file))
-    data, assumptions = _completed(data, file, searches=False, has_batch=batch is not None)
+    node = _node_of(configuration, kept)
+    data, assumptions = _completed(data, file, searches=False, has_batch=batch is not None, node=node)
     if batch is not None:
         data, rounded = _with_batch(data, file, batch, typed, searches=False)
         assumptions += rounded
@@ -621,13 +624,19 @@ def _lines(document: Document, changes: Mapping[str, Any]) -> dict[KeyPath, tupl
     }
 
 
+def _node_of(configuration: Configuration | None, changes: Mapping[str, Any]) -> Setting | None:
+    """Setting of a framework's file with the ranks on each of several nodes; None if an override moves the job."""
+    return None if configuration is None or _OF_NODES & changes.keys() else configuration.ranks_per_node
+
+
 def _completed(
-    data: dict[str, Any], file: str, *, searches: bool, has_batch: bool
+    data: dict[str, Any], file: str, *, searches: bool, has_batch: bool, node: Setting | None
 ) -> tuple[dict[str, Any], list[Assumption]]:
     """The data with values for everything that a scenario needs, and these values.
 
     Args:
         has_batch: True if an override sets the global batch size afterwards.
+        node: Setting of a framework's file with the ranks on each of several nodes.
     """
     completed, assumptions = dict(data), []
 
@@ -642,6 +651,8 @@ def _completed(
     if not isinstance(cluster, dict) or not {"preset", "device", "nodes"} & cluster.keys():
         assume("cluster", "preset", _DEFAULT_CLUSTER, "")
     devices = completed["cluster"].get("num_devices")
+    if node is not None and "device" in completed["cluster"] and "preset" not in completed["cluster"]:
+        assume("cluster", "devices_per_node", node.value, f"the ranks of a node: {node.key}")
     if (
         "device" in completed["cluster"]
         and "num_nodes" not in completed["cluster"]

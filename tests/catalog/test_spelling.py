@@ -112,7 +112,7 @@ SEVERAL: dict[catalog.Kind, dict[str, str]] = {
     "software": {"megatron-lm": "megatron-core megatron-lm-2021 megatron-lm-2022 megatron-lm-2023"},
 }
 OTHERS: dict[catalog.Kind, str] = {
-    "models": "mistralai/Mistral-7B-Instruct-v0.4 | Qwen/Qwen-72B | Qwen/Qwen2-57B | "
+    "models": "mistralai/Mistral-7B-Instruct-v0.2 | Qwen/Qwen-72B | Qwen/Qwen2-57B | "
     "codellama/CodeLlama-7b-hf | deepseek-ai/DeepSeek-R1-Distill-Llama-7B | Llama 4 Scout | "
     "unsloth/llama-3-8b-bnb-4bit | mosaicml/mpt-30b | "
     "TinyLlama-3B | microsoft/phi-2 | llama3-8b.yaml | tiny | 8x",
