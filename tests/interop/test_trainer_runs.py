@@ -19,6 +19,7 @@ from simplan.interop.frameworks.model_names import config_of, preset_of
 from simplan.interop.huggingface import model_fields_from_config
 from simplan.job import Job
 from simplan.model.model import ModelSpec
+from simplan.model.parts.attention import MASK
 from simplan.predict import predict
 from simplan.scenario import scenario_from
 from simplan.scenario.source import read_source
@@ -1093,16 +1094,23 @@ def test_simulated_quantization_of_axolotl_is_read(qat: str, expected: str, tmp_
     assert training.fake_quantization.words == expected
 
 
-@pytest.mark.parametrize(("word", "expected"), [("allgather", "all_gather"), ("alltoall", "ring")])
-def test_rotation_of_context_parallelism_is_read(word: str, expected: str, tmp_path: Path) -> None:
-    """Accelerate 1.15, utils/dataclasses.py: TorchContextParallelConfig."""
+@pytest.mark.parametrize("word", ["allgather", "alltoall"])
+def test_rotation_of_context_parallelism_makes_no_mask(word: str, tmp_path: Path) -> None:
+    """Accelerate 1.15, utils/dataclasses.py: TorchContextParallelConfig; a mask of 2^20 by 2^17 tokens is 128 GiB."""
     path = tmp_path / "cp.yaml"
     sizes = {"parallelism_config_cp_size": 8, "parallelism_config_cp_comm_strategy": word}
     launch = {"distributed_type": "FSDP", "num_processes": 8, "mixed_precision": "bf16"}
     settings = {**launch, "fsdp_config": {"fsdp_version": 2}, "parallelism_config": sizes}
     path.write_text(yaml.safe_dump(settings), encoding="utf-8")
-    add = {"cluster.preset": "dgx-h100", "model.preset": "llama3-8b", "model.seq_len": 512, "plan.microbatch_size": 1}
-    assert scenario_from(path, {**add, "num_microbatches": 1}).job.plan.cp_comm == expected
+    add = {"cluster.preset": "dgx-h100", "model.preset": "llama3-8b", "model.seq_len": 2**20, "plan.microbatch_size": 1}
+    source = read_source(path, {**add, "num_microbatches": 1, "plan.recompute": "full"})
+    job = source.scenario().job
+    assert job.plan.cp_comm == "ring"
+    assert not any(
+        table.name == MASK for layer in job.software.layers_of(job.model, job.plan) for table in layer.constants
+    )
+    assert source.configuration is not None
+    assert ("gathered at once" in str(source.configuration.not_modeled)) == (word == "allgather")
 
 
 @pytest.mark.parametrize(
