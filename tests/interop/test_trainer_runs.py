@@ -1110,7 +1110,7 @@ def test_rotation_of_context_parallelism_makes_no_mask(word: str, tmp_path: Path
         table.name == MASK for layer in job.software.layers_of(job.model, job.plan) for table in layer.constants
     )
     assert source.configuration is not None
-    assert ("gathered at once" in str(source.configuration.not_modeled)) == (word == "allgather")
+    assert ("gathered together" in str(source.configuration.not_modeled)) == (word == "allgather")
 
 
 @pytest.mark.parametrize(

@@ -293,8 +293,6 @@ def _read_rotation(run: TrainerRun, keys: Keys) -> None:
     if word in names.CP_STRATEGIES:
         keys.put("plan.cp_comm", "ring", key)
         if word == "allgather":
-            keys.not_modeled(
-                key, "keys and values of all ranks are gathered at once, and held; here they come in a ring"
-            )
+            keys.not_modeled(key, "all keys and values are gathered together, and held; here they come in a ring")
     else:
         keys.refuse(key, "is not modeled yet", f"use {' or '.join(names.CP_STRATEGIES)}")
