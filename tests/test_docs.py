@@ -225,7 +225,7 @@ def tables(page: str) -> list[list[str]]:
 
 
 FITTED = ("published/[!s]*.yaml", "published/simumax*.yaml")
-HELD_OUT = ("heldout/[!fs]*.yaml", "heldout/fms*.yaml")
+HELD_OUT = ("heldout/[!fst]*.yaml", "heldout/fms*.yaml")
 FINE_TUNING = ("heldout/finetuning_*.yaml",)
 SMALL = ("heldout/small_models_*.yaml",)
 """Files of runs below ``scenarios``; small models and fine-tuning have rows of their own."""

@@ -24,9 +24,9 @@ from simplan.document import Path as KeyPath
 from simplan.documentation import documentation
 from simplan.errors import Problem, SpecError
 from simplan.goodput.sections import SECTIONS, RunLength
-from simplan.interop.configuration import Configuration
+from simplan.interop.configuration import Configuration, Setting
 from simplan.interop.formats import ConfigFile, formats, read_configuration
-from simplan.interop.frameworks.shell import unknown_script
+from simplan.interop.frameworks.shell import WITHOUT_FILE, unknown_script
 from simplan.interop.huggingface import model_types
 from simplan.interop.others import framework_that_is_not_read
 from simplan.io import MAX_YAML_BYTES, folder_of, read_json, read_text
@@ -73,7 +73,6 @@ _SECTIONS = frozenset(
 )
 _OF_PLAN = ("plan", "expect", "measured")
 """Sections that are of one plan."""
-_WITHOUT_FILE = "write a scenario, or name model and plan: simplan predict llama3-8b --cluster dgx-h100 --tp 8"
 _IN_FOLDERS = ("training_args.json", "config.json")
 """Files that say what a folder holds: arguments of a training, next to which is its model, or a model."""
 _MICROBATCHES_PER_STAGE = 4  # with 1F1B, a bubble of at most 1/5 of the step
@@ -395,7 +394,9 @@ def read_source(
         data = _overridden(data, changes, typed, file)
     data, spelled = with_catalog_names(data)
     if not is_whole and isinstance(data, dict):
-        data, assumptions = _completed(data, file, searches=searches, has_batch=batch is not None)
+        data, assumptions = _completed(
+            data, file, searches=searches, has_batch=batch is not None, node=_node_of(configuration, changes)
+        )
     if batch is not None and isinstance(data, dict):
         data, rounded = _with_batch(data, file, batch, typed, searches=searches)
         assumptions += rounded
@@ -452,7 +453,8 @@ def _current(
     """Document of the plan that a file has, for a search that starts from it."""
     kept = {key: value for key, value in changes.items() if not key.startswith("search.")}
     data, spelled = with_catalog_names(_overridden(document.data, kept, typed, file))
-    data, assumptions = _completed(data, file, searches=False, has_batch=batch is not None)
+    node = _node_of(configuration, kept)
+    data, assumptions = _completed(data, file, searches=False, has_batch=batch is not None, node=node)
     if batch is not None:
         data, rounded = _with_batch(data, file, batch, typed, searches=False)
         assumptions += rounded
@@ -501,7 +503,7 @@ def _parsed(file: ConfigFile, framework: str | None) -> tuple[Document, str, boo
     is_scenario = file.yaml is not None and {"model", "cluster"} <= file.yaml.data.keys()
     if framework is None and not is_scenario and (other := framework_that_is_not_read(file)) is not None:
         rule = f"looks like a file of {other}, which is not read"
-        raise SpecError(Problem(field="", rule=rule, fix=_WITHOUT_FILE), file=file.name)
+        raise SpecError(Problem(field="", rule=rule, fix=WITHOUT_FILE), file=file.name)
     if file.yaml is None and path.suffix == ".py":
         rule = "is a Python script, which simplan does not run"
         fix = (
@@ -527,7 +529,7 @@ def _parsed(file: ConfigFile, framework: str | None) -> tuple[Document, str, boo
         return Document({"name": path.stem, "model": {"file": path.name}}, {}), file.name, False, None
     if isinstance(document.data, dict) and document.data and not _SECTIONS & document.data.keys():
         rule = "is no file of a framework that simplan knows, and has no section of a scenario (model, cluster, ...)"
-        raise SpecError(Problem(field="", rule=rule, fix=_WITHOUT_FILE), file=file.name)
+        raise SpecError(Problem(field="", rule=rule, fix=WITHOUT_FILE), file=file.name)
     return document, file.name, True, None
 
 
@@ -627,13 +629,19 @@ def _lines(document: Document, changes: Mapping[str, Any]) -> dict[KeyPath, tupl
     }
 
 
+def _node_of(configuration: Configuration | None, changes: Mapping[str, Any]) -> Setting | None:
+    """Setting of a framework's file with the ranks on each of several nodes; None if an override moves the job."""
+    return None if configuration is None or _OF_NODES & changes.keys() else configuration.ranks_per_node
+
+
 def _completed(
-    data: dict[str, Any], file: str, *, searches: bool, has_batch: bool
+    data: dict[str, Any], file: str, *, searches: bool, has_batch: bool, node: Setting | None
 ) -> tuple[dict[str, Any], list[Assumption]]:
     """The data with values for everything that a scenario needs, and these values.
 
     Args:
         has_batch: True if an override sets the global batch size afterwards.
+        node: Setting of a framework's file with the ranks on each of several nodes.
     """
     completed, assumptions = dict(data), []
 
@@ -648,6 +656,8 @@ def _completed(
     if not isinstance(cluster, dict) or not {"preset", "device", "nodes"} & cluster.keys():
         assume("cluster", "preset", _DEFAULT_CLUSTER, "")
     devices = completed["cluster"].get("num_devices")
+    if node is not None and "device" in completed["cluster"] and "preset" not in completed["cluster"]:
+        assume("cluster", "devices_per_node", node.value, f"the ranks of a node: {node.key}")
     if (
         "device" in completed["cluster"]
         and "num_nodes" not in completed["cluster"]

@@ -35,6 +35,7 @@ SoftwareOption = Literal[
     "broadcast_buffers",
     "channels_last",
     "compiled",
+    "compiled_loss",
     "cuda_graphs",
     "dtensor",
     "expert_dispatch",
@@ -57,6 +58,7 @@ TensorOverlap = Literal["none", "backward", "gathers", "all"]
 """Tensor-parallel collectives that overlap matmuls."""
 
 
+_LOSSES = {True: "compiled loss", False: "eager loss"}
 _COMPILED_PASSES = 0.7
 """Bytes of memory-bound kernels with compiled blocks, relative to eager kernels that a calibration timed."""
 
@@ -367,6 +369,13 @@ class SoftwareSpec(Spec):
             "for backward what torch.compile saves."
         ),
     )
+    compiled_loss: bool | None = Field(
+        None,
+        description=(
+            "The loss is compiled, so that backward reads logits in 16 bits and no FP32 copy of them exists. null: it "
+            "is where blocks are. Its time follows the blocks in any case."
+        ),
+    )
     cuda_graphs: bool = Field(
         False,
         description=(
@@ -541,6 +550,7 @@ class SoftwareSpec(Spec):
             "broadcast_buffers": "" if self.broadcast_buffers else "buffers not broadcast",
             "channels_last": "channels last" if self.channels_last else "",
             "compiled": "compiled" if self.compiled else "",
+            "compiled_loss": "" if self.compiled_loss in (None, self.compiled) else _LOSSES[self.compiled_loss],
             "cuda_graphs": "CUDA graphs" if self.cuda_graphs else "",
             "dtensor": "DTensor" if self.dtensor else "",
             "expert_dispatch": self.expert_dispatch if self.expert_dispatch != "copies" else "",
@@ -641,7 +651,7 @@ class SoftwareSpec(Spec):
             update={
                 "compiled": self.compiled and self.runtime == "torch",
                 "compiled_in_parts": self.executable,
-                "loss": (self.compiled and self.layers.compiled_loss) or self.layers.loss,
+                "loss": (self.compiles_loss and self.layers.compiled_loss) or self.layers.loss,
                 "fused_softmax": self.compiled or self.layers.fused_softmax,
                 "documents_in_one_call": self.packed_attention == "one_call",
                 "expert_dispatch": self.expert_dispatch,
@@ -651,6 +661,12 @@ class SoftwareSpec(Spec):
                 "chunked_loss": self.chunked_loss,
             }
         )
+
+    @property
+    def compiles_loss(self) -> bool:
+        """True if the framework's loss is compiled in this run; False for one that is never, or always."""
+        chosen = self.compiled if self.compiled_loss is None else self.compiled_loss
+        return chosen and self.layers.compiled_loss is not None
 
     @property
     def chunked_loss(self) -> ChunkedLoss | None:

@@ -16,7 +16,8 @@ TYPED: dict[catalog.Kind, dict[str, str]] = {
         "llama2-7b": "meta-llama/Llama-2-7b-hf | meta-llama/Llama-2-7b-chat-hf | LLaMA2 7B | huggyllama/llama-7b",
         "llama2-13b": "NousResearch/Llama-2-13b-hf | llama-2-13b | lmsys/vicuna-13b-v1.5",
         "llama2-70b": "meta-llama/Llama-2-70b-chat-hf | Llama 2 70B",
-        "llama3-8b": "meta-llama/Meta-Llama-3-8B | Llama 3 8B | Llama3 8b | llama_3_8b | unsloth/llama-3-8b-Instruct",
+        "llama3-8b": "meta-llama/Meta-Llama-3-8B | Llama 3 8B | Llama3 8b | llama_3_8b | unsloth/llama-3-8b-Instruct | "
+        "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
         "llama3-70b": "meta-llama/Meta-Llama-3-70B-Instruct | Llama 3 70B | Meta Llama 3 70 B | 70B Llama 3",
         "llama3.1-8b": "meta-llama/Llama-3.1-8B | meta-llama/Llama-3.1-8B-Instruct | Meta-Llama-3.1-8B | Llama 3.1 8B",
         "llama3.1-405b": "meta-llama/Llama-3.1-405B | Llama 3.1 405B",
@@ -25,6 +26,14 @@ TYPED: dict[catalog.Kind, dict[str, str]] = {
         "mistral-7b": "Mistral 7B",
         "mistral-7b-v0.1": "mistralai/Mistral-7B-v0.1 | mistralai/Mistral-7B-Instruct-v0.1",
         "mistral-7b-v0.3": "mistralai/Mistral-7B-Instruct-v0.3",
+        "mistral-nemo-12b": "mistralai/Mistral-Nemo-Instruct-2407",
+        "qwen1.5-7b": "Qwen/Qwen-7B-Chat | qwen-1.5-7B | Qwen1.5-7B",
+        "qwen2.5-72b": "Qwen/Qwen2-72B-Instruct",
+        "deepseek-r1-distill-qwen-1.5b": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
+        "yi-34b": "01-ai/Yi-1.5-34B-Chat | 01-ai/Yi-34B",
+        "tinyllama-1.1b": "TinyLlama/TinyLlama_v1.1 | TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+        "smollm2-1.7b": "HuggingFaceTB/SmolLM2-1.7B-Instruct | HuggingFaceTB/SmolLM-1.7B",
+        "llama-65b": "huggyllama/llama-65b",
         "mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1 | mistralai/Mixtral-8x7B-Instruct-v0.1 | Mixtral 8x7B",
         "qwen2.5-7b": "Qwen/Qwen2.5-7B-Instruct | Qwen 2.5 7B | Qwen/Qwen2.5-Coder-7B",
         "qwen3-8b": "Qwen/Qwen3-8B-Base | Qwen3 8B",
@@ -103,10 +112,10 @@ SEVERAL: dict[catalog.Kind, dict[str, str]] = {
     "software": {"megatron-lm": "megatron-core megatron-lm-2021 megatron-lm-2022 megatron-lm-2023"},
 }
 OTHERS: dict[catalog.Kind, str] = {
-    "models": "mistralai/Mistral-7B-Instruct-v0.2 | Qwen/Qwen-7B | Qwen/Qwen2-72B | "
-    "codellama/CodeLlama-7b-hf | deepseek-ai/DeepSeek-R1-Distill-Llama-8B | Llama 4 Scout | "
+    "models": "mistralai/Mistral-7B-Instruct-v0.2 | Qwen/Qwen-72B | Qwen/Qwen2-57B | "
+    "codellama/CodeLlama-7b-hf | deepseek-ai/DeepSeek-R1-Distill-Llama-7B | Llama 4 Scout | "
     "unsloth/llama-3-8b-bnb-4bit | mosaicml/mpt-30b | "
-    "TinyLlama/TinyLlama_v1.1 | microsoft/phi-2 | llama3-8b.yaml | tiny | 8x",
+    "TinyLlama-3B | microsoft/phi-2 | llama3-8b.yaml | tiny | 8x",
     "devices": "RTX 4090 Ti | 4090D | MI300A | H200 NVL | RTX 6000 | V100S | A100 60GB",
     "software": "fsdp1 | keras",
     "links": "NVLink | ethernet",

@@ -57,6 +57,17 @@ def test_other_ranks_per_node_than_the_clusters_are_an_error(name: str, tmp_path
     assert domain.num_nodes == 1  # its hosts have 4 GPUs each
 
 
+@pytest.mark.parametrize("name", _OF_FOUR)
+def test_nodes_of_a_device_have_the_ranks_of_the_file(name: str, tmp_path: Path) -> None:
+    """Where a device is named and no cluster; an override of the nodes leaves them open."""
+    (tmp_path / name).write_text(_OF_FOUR[name] + "\n")
+    device = {"cluster.device": "h100-sxm-80gb", "cluster.inter_link_gbit_per_device": 400}
+    cluster = read_source(tmp_path / name, device).scenario().job.cluster
+    assert (cluster.devices_per_node, cluster.num_devices) == (4, 16)
+    with pytest.raises(SpecError, match="devices_per_node"):
+        read_source(tmp_path / name, {**device, "cluster.num_devices": 32}).scenario()
+
+
 @pytest.mark.parametrize("variable", VARIABLES)
 @pytest.mark.parametrize(
     ("value", "listed"),

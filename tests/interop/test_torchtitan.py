@@ -107,8 +107,11 @@ def test_public_configuration_survives_round_trip(case: dict[str, Any], tmp_path
 
 
 def _under(job: Job, name: str) -> Job:
-    """The job under another profile, with its options."""
+    """The job under another profile, with its options and its loss: eager in 2024, compiled in 2025."""
     options: dict[str, Any] = {option: getattr(job.software, option) for option in job.software.options}
+    is_compiled = {"torchtitan-2024": False, "torchtitan-2025": True}.get(job.software.id, job.software.compiled)
+    if is_compiled is not job.software.compiled:
+        options["compiled_loss"] = is_compiled
     return replace(job, software=catalog.software(name).model_copy(update=options))
 
 
@@ -170,6 +173,27 @@ def test_exported_fp8_read_again_is_equal(target: str, recipe: str, tmp_path: Pa
     job = replace(_job(plan, precision="fp8", fp8_recipe=recipe), software=software)
     exported = formats()[target].export(job, "fp8")  # type: ignore[misc]
     assert _again(exported.files, tmp_path, {"add": {"cluster.preset": "dgx-h100"}}) == job
+
+
+@pytest.mark.parametrize(
+    ("parts", "blocks", "loss"), [(["loss"], False, True), (["model"], True, False), ([], False, None)]
+)
+def test_loss_compiled_apart_from_blocks_is_read(parts: list[str], blocks: bool, loss: bool, tmp_path: Path) -> None:
+    """torchtitan 0.2.2, components/loss.py and models/deepseek_v3/train_configs: the head has the other one's layer."""
+    settings = {"model.name": "deepseek_v3", "model.flavor": "16B", "compile.enable": True, "compile.components": parts}
+    (tmp_path / "run.toml").write_text(_toml(settings))
+    job = _read(tmp_path / "run.toml").scenario().job
+    software = job.software
+    assert (software.compiled, software.compiled_loss) == (blocks, loss)
+    heads = {
+        compiled: software.model_copy(update={"compiled": compiled, "compiled_loss": None}).layers_of(
+            job.model, job.plan
+        )
+        for compiled in (True, False)
+    }
+    layers = software.layers_of(job.model, job.plan)
+    assert [layer.operators for layer in layers[:-1]] == [layer.operators for layer in heads[blocks][:-1]]
+    assert layers[-1].operators == heads[bool(loss)][-1].operators != heads[not loss][-1].operators
 
 
 _PYTHON = '''

@@ -19,6 +19,7 @@ from simplan.interop.frameworks.model_names import config_of, preset_of
 from simplan.interop.huggingface import model_fields_from_config
 from simplan.job import Job
 from simplan.model.model import ModelSpec
+from simplan.model.parts.attention import MASK
 from simplan.predict import predict
 from simplan.scenario import scenario_from
 from simplan.scenario.source import read_source
@@ -516,6 +517,16 @@ def test_hub_name_is_preset_of_the_same_shape(name: str, preset: str | None) -> 
     assert preset_of(name) == preset
 
 
+@pytest.mark.parametrize("key", ["model_name", "model_id", "base_model"])
+def test_model_is_named_by_arguments_of_other_scripts(key: str, tmp_path: Path) -> None:
+    """As simplescaling/s1 (train/sft.py) and tloen/alpaca-lora (finetune.py) have them."""
+    path = tmp_path / "run.sh"
+    path.write_text(
+        f"torchrun --nproc_per_node 8 sft.py --{key}=gpt2 --per_device_train_batch_size 1 --block_size 512\n"
+    )
+    assert scenario_from(path, {"cluster.preset": "dgx-h100"}).job.model.name == "gpt2"
+
+
 def test_memory_of_zero_states_is_that_of_the_paper(tmp_path: Path) -> None:
     """Rajbhandari et al. 2020, figure 1: 2 bytes of weights and 12 of optimizer states per parameter, over 64 ranks."""
     for stage, weight_bytes, state_bytes in ((0, 2, 12), (1, 2, 12 / 64), (3, 2 / 64, 12 / 64)):
@@ -608,6 +619,26 @@ def test_llama_factory_recomputes_by_default(line: str, recompute: str, tmp_path
     )
     overrides = {"cluster.preset": "dgx-h100", "cluster.num_nodes": 1, "plan.zero_stage": 3}
     assert read_source(file, overrides).document.data["plan"]["recompute"] == recompute
+
+
+_OF_FACTORY = {"model_name_or_path": "Llama-3.2-1B", "stage": "sft", "finetuning_type": "full", "bf16": True}
+
+
+@pytest.mark.parametrize(
+    ("command", "length", "micro"),
+    [
+        ("torchrun --nproc_per_node 8 src/train.py run.yaml", 2048, 1),
+        ("llamafactory-cli train run.yaml per_device_train_batch_size=4 cutoff_len=512", 512, 4),
+        ("deepspeed --num_gpus 8 src/train_bash.py --stage sft --finetuning_type full", 2048, 2),
+    ],
+)
+def test_commands_of_llama_factory_have_its_defaults(command: str, length: int, micro: int, tmp_path: Path) -> None:
+    """LLaMA-Factory at ff6d4d1, hparams/parser.py (``read_args``) and data_args.py; src/train_bash.py till 0.7."""
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(_OF_FACTORY | {"per_device_train_batch_size": 1}))
+    path, more = tmp_path / "run.sh", "--model_name_or_path Llama-3.2-1B --per_device_train_batch_size 2 --bf16"
+    path.write_text(f"{command} {more if '--stage' in command else ''}\n", encoding="utf-8")
+    job = scenario_from(path, {"cluster.preset": "dgx-h100", "plan.zero_stage": 2}).job
+    assert (job.model.seq_len, job.plan.microbatch_size, job.plan.recompute) == (length, micro, "full")
 
 
 _LONG = "accelerate launch --use_fsdp --fsdp_version 2 --num_processes 8 --parallelism_config_cp_size 8 train.py "
@@ -1063,16 +1094,23 @@ def test_simulated_quantization_of_axolotl_is_read(qat: str, expected: str, tmp_
     assert training.fake_quantization.words == expected
 
 
-@pytest.mark.parametrize(("word", "expected"), [("allgather", "all_gather"), ("alltoall", "ring")])
-def test_rotation_of_context_parallelism_is_read(word: str, expected: str, tmp_path: Path) -> None:
-    """Accelerate 1.15, utils/dataclasses.py: TorchContextParallelConfig."""
+@pytest.mark.parametrize("word", ["allgather", "alltoall"])
+def test_rotation_of_context_parallelism_makes_no_mask(word: str, tmp_path: Path) -> None:
+    """Accelerate 1.15, utils/dataclasses.py: TorchContextParallelConfig; a mask of 2^20 by 2^17 tokens is 128 GiB."""
     path = tmp_path / "cp.yaml"
     sizes = {"parallelism_config_cp_size": 8, "parallelism_config_cp_comm_strategy": word}
     launch = {"distributed_type": "FSDP", "num_processes": 8, "mixed_precision": "bf16"}
     settings = {**launch, "fsdp_config": {"fsdp_version": 2}, "parallelism_config": sizes}
     path.write_text(yaml.safe_dump(settings), encoding="utf-8")
-    add = {"cluster.preset": "dgx-h100", "model.preset": "llama3-8b", "model.seq_len": 512, "plan.microbatch_size": 1}
-    assert scenario_from(path, {**add, "num_microbatches": 1}).job.plan.cp_comm == expected
+    add = {"cluster.preset": "dgx-h100", "model.preset": "llama3-8b", "model.seq_len": 2**20, "plan.microbatch_size": 1}
+    source = read_source(path, {**add, "num_microbatches": 1, "plan.recompute": "full"})
+    job = source.scenario().job
+    assert job.plan.cp_comm == "ring"
+    assert not any(
+        table.name == MASK for layer in job.software.layers_of(job.model, job.plan) for table in layer.constants
+    )
+    assert source.configuration is not None
+    assert ("gathered together" in str(source.configuration.not_modeled)) == (word == "allgather")
 
 
 @pytest.mark.parametrize(

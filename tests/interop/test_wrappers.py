@@ -156,7 +156,8 @@ def test_file_that_a_script_writes_is_read_as_one_next_to_it(framework: str, tmp
             "",
             r"start.sh:2: starts \$RUN, which depends on the condition in line 1.*bash start\.sh ARGUMENTS",
         ),
-        ("torchrun x.py args\n", _INNER, r"starts x\.py, whose arguments are of no framework"),
+        ("torchrun x.py args\n", _INNER, r"starts x\.py, whose arguments are of no framework.*; write a scenario"),
+        ("torchrun megatron_gpt_pretraining.py ++model.mcore_gpt=True\n", _INNER, r"1: .*write them into that file"),
     ],
 )
 def test_errors_name_lines_and_scripts_as_their_reader_has_them(

@@ -80,7 +80,7 @@ class LayerImplementation(Spec):
             place of an FP32 copy of the logits, which become their gradients (Megatron-LM). ``gradients``: gradients in
             place of the logits, in their precision (Transformer Engine's fused cross-entropy). ``logits``: the logits
             alone, from which one kernel makes their gradients (torch.compile).
-        compiled_loss: ``loss`` where blocks are compiled, if the loss is compiled with them; None for the same.
+        compiled_loss: ``loss`` where the loss is compiled, usually with the blocks; None for the same.
         chunked_loss: Chunks of tokens in which output projection and loss are computed; None for all tokens at once.
             Set from the profile.
         repeated_keys: Keys and values are expanded to the number of query heads before attention. Context-parallel

@@ -26,6 +26,7 @@ from simplan.interop.frameworks.hugging_face.script import (
     is_trl,
     launches_of,
     options_of,
+    overrides_of,
     preference_of,
     refused_program,
     sft_of,
@@ -154,7 +155,9 @@ def _read_launch(launch: TrainingCommand, file: ConfigFile) -> Configuration:
             raise SpecError(Problem(field=name, rule=rule, fix=fix), file=file.name)
         tool, launch_settings = _arguments([*flattened(named[1], named[0])])
         settings += launch_settings
-    settings += _arguments(arguments_of(launch.arguments, launch.files))[1]
+        settings += overrides_of(launch)
+    of_command, launch_settings = _arguments(arguments_of(launch.arguments, launch.files))
+    tool, settings = tool or of_command, settings + list(launch_settings)
     variables = (*nccl_settings(launch.environment), *allocator_settings(launch.environment))
     settings += [(setting.key, setting) for setting in variables]
     options = options_of(launch)

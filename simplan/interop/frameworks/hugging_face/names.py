@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from simplan.interop.frameworks import tables
 from simplan.model.adapters import MODULES
 
+MODELS = ("model_name_or_path", "config_name", "base_model", "model_name", "model_id", "model_path")
+"""Arguments that name the model: the Trainer's scripts, axolotl, scripts of users."""
 LENGTHS = (
     "max_seq_length", "max_length", "model_max_length", "cutoff_len", "sequence_len", "block_size", "max_seq_len",
 )  # fmt: skip
@@ -47,8 +49,11 @@ DEGREES = {
     "tp_size": "plan.tp",
     "cp_size": "plan.cp",
 }
-CP_STRATEGIES = {"allgather": "all_gather", "alltoall": "ring"}
-"""``cp_comm_strategy`` -> ``plan.cp_comm``: torch rotates keys and values around the ranks by either collective."""
+CP_STRATEGIES = ("allgather", "alltoall")
+"""Values of ``cp_comm_strategy``: torch attends to the keys of one rank after the other, without a mask, with both.
+
+Source: torch 2.13, distributed/tensor/experimental/_context_parallel/_attention.py (``_templated_ring_attention``).
+"""
 DISTRIBUTED_TYPES = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
 """Values of ``distributed_type`` for CUDA devices."""
 OTHER_DISTRIBUTED_TYPES = {

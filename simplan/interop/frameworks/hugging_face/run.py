@@ -590,9 +590,11 @@ class TrainerRun:
             if not packs and length != "block_size":
                 why = "shorter sequences are padded to the longest of their batch only; all are this long here"
                 self.trainer.not_modeled(length, why)
+        elif self.is_factory and length is None:
+            self.reading.put("model.seq_len", 2048, "the default of LLaMA-Factory's cutoff_len, 1024 before 0.9.2")
         else:
             self.reading.ask("model.seq_len", what="does not say how long sequences are", fix="add --seq-len 4096")
-        key = self.trainer.first("model_name_or_path", "config_name", "base_model")
+        key = self.trainer.first(*names.MODELS)
         name = str(self.trainer.value(key) or "") if key is not None else ""
         if _FEW_BITS.search(name.rstrip("/").rpartition("/")[2]):
             self._read_few_bits(key or "", name.rstrip("/").rpartition("/")[2])
@@ -615,7 +617,7 @@ class TrainerRun:
             self.reading.ask("model.preset", "model.hf_config", "model.file", what=what, fix=fix)
         self._captured = capture_instead(self)
         self._model = self._model_instead(tokens) if self._captured is None else None
-        self.trainer.no_effect(("model_name_or_path", "config_name", "base_model", *names.LENGTHS))
+        self.trainer.no_effect((*names.MODELS, *names.LENGTHS))
 
     def _model_instead(self, tokens: int | None) -> ModelSpec | None:
         """Model that an override names, of whose blocks settings speak then; else that of the file."""

@@ -43,7 +43,10 @@ _OWN_MODULES = (
     "trl.scripts.reward",
     "llamafactory.launcher",
 )
+_OF_FACTORY = re.compile(r"(^|/)(src/train|train_bash|llamafactory/launcher)\.py$")
+"""Programs of LLaMA-Factory, which like its command take a file and ``name=value``; train_bash.py till May 2024."""
 _CONFIG_FILES = (".yaml", ".yml", ".json")
+_OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=.*", re.DOTALL)
 _OF_TRL = re.compile(r"trl[./]scripts[./]\w+(\.py)?$")
 _SFT = re.compile(r"(^|[_.-])sft([_.-]|$)")
 """Names of programs for supervised fine-tuning: sft.py, run_sft.py, trl.scripts.sft."""
@@ -93,6 +96,8 @@ def _is_ours(launch: TrainingCommand) -> bool:
         return first in ("train", "sft") or _PREFERENCES.search(first) is not None
     if len(launch.arguments) == 1 and re.fullmatch(r"[^-].*\.json", launch.arguments[0].text):
         return launch.program.text.endswith(".py")  # run_clm.py args.json: HfArgumentParser reads it
+    if _OF_FACTORY.search(launch.program.text) and config_files(launch):
+        return True
     arguments = dict(arguments_of(launch.arguments, launch.files))
     if arguments.keys() & {*_OTHERS}:
         return False
@@ -178,6 +183,18 @@ def config_files(launch: TrainingCommand) -> list[str]:
         if word.text.endswith(_CONFIG_FILES) and not word.text.startswith("-") and not _FLAG.match(before):
             loose.append(word.text)
     return named + loose
+
+
+def overrides_of(launch: TrainingCommand) -> list[tuple[str, Setting]]:
+    """Arguments ``name=value``, which replace those of a file of arguments: LLaMA-Factory, hparams/parser.py."""
+    found: list[tuple[str, Setting]] = []
+    for word in launch.arguments:
+        if _FLAG.match(word.text):
+            break
+        if _OVERRIDE.fullmatch(word.text):
+            key, _, text = word.text.partition("=")
+            found.append((key, Setting(key, None if word.unknown else _value(text), own_line(word.line))))
+    return found
 
 
 def options_of(launch: TrainingCommand) -> list[tuple[str, Setting]]:

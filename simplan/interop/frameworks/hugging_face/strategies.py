@@ -291,6 +291,8 @@ def _read_rotation(run: TrainerRun, keys: Keys) -> None:
     word = str(keys.value("cp_comm_strategy", "allgather")).lower().replace("_", "")
     key = "cp_comm_strategy" if "cp_comm_strategy" in keys else "cp_size"
     if word in names.CP_STRATEGIES:
-        keys.put("plan.cp_comm", names.CP_STRATEGIES[word], key)
+        keys.put("plan.cp_comm", "ring", key)
+        if word == "allgather":
+            keys.not_modeled(key, "all keys and values are gathered together, and held; here they come in a ring")
     else:
         keys.refuse(key, "is not modeled yet", f"use {' or '.join(names.CP_STRATEGIES)}")

@@ -203,6 +203,18 @@ def _absent_modules(reading: MegatronReading) -> set[str]:
     return absent | ({"mlp"} if frequency == 1 else set())
 
 
+def setting_of_narrow_gradients(reading: MegatronReading) -> str | None:
+    """Argument that leaves gradients in BF16; None for FP32 ones, the default with --bf16.
+
+    Source: Megatron-LM, training/arguments.py: ``accumulate_allreduce_grads_in_fp32`` is set for main gradients of FP32
+    only.
+    """
+    if "--grad-reduce-in-bf16" in reading:
+        return "--grad-reduce-in-bf16"
+    is_narrow = "--bf16" in reading and reading.peek("--main-grads-dtype") == "bf16"
+    return "--main-grads-dtype" if is_narrow else None
+
+
 def read_sharding(reading: MegatronReading) -> None:
     """Replicas or shards of the optimizer; ``simplan.scenario.source`` fills in their number from the devices."""
     if reading.software == DEEPSPEED:
@@ -228,6 +240,6 @@ def read_sharding(reading: MegatronReading) -> None:
         reading.put("plan.dp_shard", 1, f"without {key}, data-parallel ranks are replicas")
     bucket = reading.value("--ddp-bucket-size")
     if isinstance(bucket, int) and "--overlap-grad-reduce" in reading:
-        width = 2 if "--grad-reduce-in-bf16" in reading else 4
+        width = 4 if setting_of_narrow_gradients(reading) is None else 2
         reading.put("plan.bucket_bytes", bucket * width, "--ddp-bucket-size")
     reading.no_effect("--overlap-grad-reduce", "--overlap-param-gather", "--tp-comm-overlap", instances)

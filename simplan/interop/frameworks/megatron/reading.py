@@ -29,7 +29,13 @@ from simplan.interop.frameworks.megatron.options import (
     T5,
     TRAINING,
 )
-from simplan.interop.frameworks.megatron.plan import read_parallelism, read_recompute, read_sharding, read_stages
+from simplan.interop.frameworks.megatron.plan import (
+    read_parallelism,
+    read_recompute,
+    read_sharding,
+    read_stages,
+    setting_of_narrow_gradients,
+)
 from simplan.interop.frameworks.shell import own_line
 
 TITLE = "Megatron-LM arguments"
@@ -217,11 +223,11 @@ class MegatronReading(Reading):
             self.put("num_microbatches", 1, f"{DEFAULT}: the global batch is one microbatch per data-parallel rank")
         if not self.deepspeed:  # else the engine clips, as its JSON says
             core.read_clipping(self, "--clip-grad")
-        for key, dtype in (("--grad-reduce-in-bf16", "bf16"), ("--accumulate-allreduce-grads-in-fp32", "fp32")):
-            if key in self:
-                self.put("plan.grad_dtype", dtype, key)
-                break
-        self.no_effect("--accumulate-allreduce-grads-in-fp32")
+        if (narrow := setting_of_narrow_gradients(self)) is not None:
+            self.put("plan.grad_dtype", "bf16", narrow)
+        elif "--accumulate-allreduce-grads-in-fp32" in self:
+            self.put("plan.grad_dtype", "fp32", "--accumulate-allreduce-grads-in-fp32")
+        self.no_effect("--accumulate-allreduce-grads-in-fp32", "--main-grads-dtype")
         length, batch = self.peek("--seq-length"), self.peek("--global-batch-size")
         steps, samples = self.value("--train-iters"), self.value("--train-samples")
         key = "--train-samples" if samples is not None else "--train-iters"

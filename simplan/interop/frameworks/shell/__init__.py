@@ -3,11 +3,18 @@
 from simplan.interop.frameworks.shell.launch import TrainingCommand, number_or_text, read_launches, read_script
 from simplan.interop.frameworks.shell.lexer import OTHER_FILE, own_line
 from simplan.interop.frameworks.shell.outputs import doubts, restored, written_file
-from simplan.interop.frameworks.shell.unknown import missing_script, only_launch, recipe_script, unknown_script
+from simplan.interop.frameworks.shell.unknown import (
+    WITHOUT_FILE,
+    missing_script,
+    only_launch,
+    recipe_script,
+    unknown_script,
+)
 from simplan.interop.frameworks.shell.values import Value, Word
 
 __all__ = [
     "OTHER_FILE",
+    "WITHOUT_FILE",
     "TrainingCommand",
     "Value",
     "Word",

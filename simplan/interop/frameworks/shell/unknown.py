@@ -17,6 +17,10 @@ _RECIPES = ("run_recipe.py", "setup_experiment.py")
 """Programs of NVIDIA-NeMo/Megatron-Bridge, scripts/ (read 2026-08-22), whose recipes are functions."""
 _VARIABLES = ("CONFIG_FILE", "MODULE", "CONFIG", "NGPU", "NNODES", "NPROC_PER_NODE")
 """Variables by which torchtitan's and LLaMA-Factory's programs are told what to train, and where."""
+_OVERRIDE = re.compile(r"\+{0,2}(model|trainer)\.\w[\w.]*=")
+"""An argument of Hydra's, as NeMo 1.x has them."""
+WITHOUT_FILE = "write a scenario, or name model and plan: simplan predict llama3-8b --cluster dgx-h100 --tp 8"
+"""Fix of errors about files that are not read."""
 _ARGUMENT = re.compile(r"\$\d")
 
 
@@ -49,11 +53,15 @@ def _texts(launch: TrainingCommand) -> tuple[str, ...]:
 
 
 def recipe_script(launches: Sequence[TrainingCommand], file: str) -> SpecError | None:
-    """Error about a script that starts a recipe of Megatron Bridge; None if it starts none."""
+    """Error about a script that starts a recipe of Megatron Bridge, or overrides a YAML file; None for others."""
     for launch in launches:
         if launch.program.text.rpartition("/")[2] in _RECIPES:
             rule = f"starts {launch.program.text} of Megatron Bridge, whose recipes are Python functions"
             fix = "give the run_config.yaml of one of its checkpoints, or write a scenario"
+            return SpecError(Problem(field="", rule=rule, fix=fix, line=launch.line), file=file)
+        if any(_OVERRIDE.match(word.text) for word in launch.arguments):
+            rule = f"starts {launch.program.text}, whose arguments replace settings of a YAML file and are not read"
+            fix = "write them into that file and give it, or write a scenario"
             return SpecError(Problem(field="", rule=rule, fix=fix, line=launch.line), file=file)
     return None
 
@@ -74,6 +82,7 @@ def unknown_script(text: str, file: str, folder: Path | None) -> SpecError:
         launch = script.launches[0]
         line, words = launch.line, [word.text for word in launch.arguments]
         rule = f"starts {launch.program.text or 'Python'}, whose arguments are of no framework that simplan knows"
+        fix = WITHOUT_FILE
         named = [second for first, second in pairwise(words) if first == _DEEPSPEED]
         named += [word.partition("=")[2] for word in words if word.startswith(f"{_DEEPSPEED}=")]
         if named:

@@ -367,7 +367,10 @@ def _software(settings: RunSettings) -> None:
     profile = catalog.software("torchtitan-2024" if settings.is_of_2024 else "torchtitan")
     settings.put("software.preset", profile.id, "compile.enable")
     settings.put("software.compiled", model, "compile.enable")
-    if loss is not (model and profile.layers.compiled_loss is not None):
+    if "compiled_loss" in profile.options:
+        if loss is not model:
+            settings.put("software.compiled_loss", loss, "compile.components")
+    elif loss:
         settings.not_modeled("compile.components", f"the loss is {'not ' * (not loss)}compiled")
     if (
         settings.flag("parallelism.enable_async_tensor_parallel")

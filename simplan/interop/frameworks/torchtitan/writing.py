@@ -205,14 +205,13 @@ class _Job(Writing):
     def _software(self) -> None:
         software = self.job.software
         self.allowed("software.id", _PROFILES, f"add --software {either(reversed(_PROFILES))}")
-        self.taken("software.compiled", "software.cuda_graphs", "software.tp_overlap")
+        self.taken("software.compiled", "software.compiled_loss", "software.cuda_graphs", "software.tp_overlap")
         if self.is_toml:
             self.allowed("software.loss", ("whole",), "use whole: version 0.2 has none in chunks; or --to torchtitan")
         else:
             self.taken("software.loss")
-        layers = software.layers
-        loss = layers.compiled_loss if software.compiled and layers.compiled_loss else layers.loss
-        parts = ["model"] * software.compiled + ["loss"] * (loss == "logits")
+        is_compiled = software.compiles_loss or software.layers.loss == "logits"
+        parts = ["model"] * software.compiled + ["loss"] * is_compiled
         self.set("compile.enable", bool(parts), "software")
         if parts:
             self.set("compile.components", parts, "software")
