@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from itertools import groupby
@@ -79,7 +79,7 @@ class Stages:
         layers: Per stage, its layers as sharded for one rank.
         brought: Per stage and layer, the parameters that the layer adds to the stage.
         owned: Per stage and layer, the elements of these parameters.
-        trained: Per stage and layer, the elements that are not frozen.
+        trained: Per stage and layer, the elements of weights that have gradients.
         copied: ``owned``, in which a weight of few bits counts as much as its bytes.
         experts: Per stage and layer, the trained elements of expert-parallel parameters. Data parallelism skips them,
             or FSDP shards them over fewer ranks.
@@ -131,11 +131,13 @@ class Stages:
         self._first_block = [assignment.boundaries[stage] - 1 for stage in range(self.num_stages)]
         self.brought = [brought_parameters(layers) for layers in self.layers]
         self.owned = self._elements(lambda parameter: True)
-        self.trained = self._elements(lambda parameter: not parameter.frozen)
-        self.experts = self._elements(lambda parameter: parameter.expert and not parameter.frozen)
+        self.trained = self._elements(lambda parameter: parameter.has_gradient)
+        self.experts = self._elements(lambda parameter: parameter.expert and parameter.has_gradient)
         self._owned_experts = self._elements(lambda parameter: parameter.expert)
         self.copied = self._copied_elements()
-        in_root = blocks_in_root(model.captured, model_layers, plan.fsdp_units) if model.captured is not None else ()
+        in_root: Collection[int] = (0, len(model_layers) - 1) if self.state.is_flat else ()
+        if model.captured is not None:
+            in_root = blocks_in_root(model.captured, model_layers, plan.fsdp_units)
         self.units: list[tuple[Unit, ...]] = [
             fsdp_units(
                 layers,
@@ -298,7 +300,7 @@ class Stages:
         key = (layer.key, mode, variant, ends)
         layer_facts = self._facts.get(key)
         if layer_facts is None:
-            own = (p for p in self.layers[stage][-1].parameters if not p.frozen)
+            own = (p for p in self.layers[stage][-1].parameters if p.has_gradient)
             shares = self.trained[stage][-1] != sum(map(self.state.elements_of, own))
             left = self._left_gradient(layer) if shares else 0
             kept = Recomputation(frozenset(tensor.name for tensor in layer.saved))
