@@ -302,7 +302,7 @@ class Stages:
         if layer_facts is None:
             own = (p for p in self.layers[stage][-1].parameters if p.has_gradient)
             shares = self.trained[stage][-1] != sum(map(self.state.elements_of, own))
-            left = self._left_gradient(layer) if shares else 0
+            left = self._left_gradient(layer) if shares or self.state.is_flat else 0
             kept = Recomputation(frozenset(tensor.name for tensor in layer.saved))
             if recomputes:
                 kept = recomputation(layer, mode, number, self.plan.recompute_modules)
@@ -341,7 +341,13 @@ class Stages:
         return 0 <= boundary < self.num_stages - 1 and self.placement[boundary] != self.placement[boundary + 1]
 
     def _left_gradient(self, layer: LayerSpec) -> int:
-        """Returns bytes of a tied weight's gradient that autograd holds between the head's and embedding's backward."""
+        """Returns bytes of gradients that autograd holds between the head's and the embedding's backward.
+
+        These are of a tied weight, or of all weights in one flat tensor with those of the embedding.
+        """
+        if self.state.is_flat and layer.kind is not LayerKind.BLOCK:
+            held = self.trained[0][-1] * self.state.gathered
+            return held if layer.kind is LayerKind.HEAD else -held
         match layer.kind:
             case LayerKind.HEAD:
                 return sum(p.num_elements for p in layer.parameters if p.name in layer.tied) * self.state.residual
