@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,24 @@ from simplan.training import TrainingSpec
 from tests.executor.forked import run_program
 from tests.executor.rank_programs.flat_ranks import MICROBATCH_SIZE, NUM_MICROBATCHES, NUM_RANKS
 from tests.jobs import job_to_lower
+from tests.support.slow import slow_except
 
 LLAMA: dict[str, Any] = {
-    **{"family": "llama", "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 8, "vocab_size": 500},
-    **{"num_key_value_heads": 4, "intermediate_size": 256, "seq_len": 16},
+    "family": "llama",
+    "num_hidden_layers": 3,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "vocab_size": 500,
+    "num_key_value_heads": 4,
+    "intermediate_size": 256,
+    "seq_len": 16,
 }
 LORA: dict[str, Any] = {**LLAMA, "lora_rank": 4, "lora_targets": ("q", "v")}
-WITH_HEAD: dict[str, Any] = {**LORA, "lora_targets": ("q", "v", "head")}
-CASES: list[tuple[dict[str, Any], bool]] = [(LORA, True), (LORA, False), (WITH_HEAD, True), (LLAMA, True)]
-"""Models, and whether reductions wait for the last microbatch."""
+MODELS: dict[str, dict[str, Any]] = {
+    "adapters": LORA,
+    "adapters of the head": {**LORA, "lora_targets": ("q", "v", "head")},
+    "all": LLAMA,
+}
 
 
 def predicted(fields: dict[str, Any], *, defers: bool) -> tuple[list[int], list[int], int]:
@@ -53,21 +63,30 @@ def predicted(fields: dict[str, Any], *, defers: bool) -> tuple[list[int], list[
     return gradients, peaks, program.persistent_bytes[0][MemoryCategory.OPTIMIZER]
 
 
-def test_gradients_of_frozen_weights_are_those_of_torch(tmp_path: Path) -> None:
+def counted(folder: Path, fields: dict[str, Any], *, use_orig_params: bool, defers: bool) -> list[Any]:
+    """What each rank counted, or how torch refused it."""
+    torch.save([(fields, {"use_orig_params": use_orig_params}, defers)], folder / "cases.pt")
+    run_program("flat_ranks", NUM_RANKS, folder)
+    return [torch.load(folder / f"rank{rank}.pt")[0] for rank in range(NUM_RANKS)]
+
+
+@pytest.mark.parametrize(("name", "defers"), slow_except([("adapters", True)], product(MODELS, (True, False))))
+def test_gradients_of_frozen_weights_are_those_of_torch(name: str, defers: bool, tmp_path: Path) -> None:
     """Shows that what a rank holds and needs is torch's: to the byte for gradients, within 1.5% for the peak.
 
     AdamW has no states of frozen weights. A rank has those of the adapters in its part of the flat tensors, which can
     be all of them; predicted are equal parts.
     """
-    cases: list[tuple[dict[str, Any], dict[str, bool], bool]]
-    cases = [(fields, {"use_orig_params": True}, defers) for fields, defers in CASES]
-    torch.save([*cases, (LORA, {"use_orig_params": False}, True)], tmp_path / "cases.pt")
-    run_program("flat_ranks", NUM_RANKS, tmp_path)
-    *counted, refusal = zip(*(torch.load(tmp_path / f"rank{rank}.pt") for rank in range(NUM_RANKS)), strict=True)
-    assert "both parameters with requires_grad=True and False" in refusal[0]
-    for (fields, defers), ((gradients, peaks, states), (*_, others_states)) in zip(CASES, counted, strict=True):
-        expected_gradients, expected_peaks, expected_states = predicted(fields, defers=defers)
-        assert list(gradients) == expected_gradients
-        assert states + others_states == NUM_RANKS * expected_states
-        if defers:
-            assert list(peaks) == pytest.approx(expected_peaks, rel=0.015)
+    first, second = counted(tmp_path, MODELS[name], use_orig_params=True, defers=defers)
+    gradients, peaks, states = predicted(MODELS[name], defers=defers)
+    assert first[0] == second[0] == tuple(gradients)
+    assert first[2] + second[2] == NUM_RANKS * states
+    if defers:
+        assert first[1] == pytest.approx(peaks, rel=0.015)
+
+
+@pytest.mark.slow
+def test_torch_refuses_partly_frozen_units_without_original_parameters(tmp_path: Path) -> None:
+    """Shows why FSDP1 with use_orig_params=False has no gradients of frozen weights."""
+    for refusal in counted(tmp_path, LORA, use_orig_params=False, defers=True):
+        assert "both parameters with requires_grad=True and False" in refusal
