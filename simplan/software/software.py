@@ -296,6 +296,7 @@ class SoftwareSpec(Spec):
             all-gathers the parts.
         reduces_each_microbatch: With sharded parameters and without a pipeline, gradients are always reduced after
             every microbatch; ``plan.grad_sync: step`` is not supported.
+        defers_reductions: With sharded parameters, a scenario without ``plan.grad_sync`` reduces gradients once a step.
         prefetch_receive_schedules: Schedules in which a pipeline rank posts the receives for its next forward and next
             backward before the preceding compute. A P2P send then waits only for its sender, and for earlier sends in
             its direction.
@@ -463,6 +464,7 @@ class SoftwareSpec(Spec):
     waits_for_gradients: Literal["backward", "step"] = "backward"
     waits_for_batch: bool = False
     reduces_each_microbatch: bool = False
+    defers_reductions: bool = False
     per_rank_tensor_lists: bool = False
     live_elements: Count | None = None
     scatter_gather_p2p: bool = False
