@@ -343,7 +343,7 @@ def flat_parameters_of_one_type(job: Job) -> Iterator[Problem]:
 
 
 @unmodelled(
-    "FSDP1's flat parameters are modeled for families over data-parallel ranks",
+    "flat parameters are modeled for families over data-parallel ranks",
     reads="shards_parameters tp pp cp ep offload_optimizer",
 )
 def flat_parameters_modelled(job: Job) -> Iterator[Problem]:
