@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -43,13 +43,14 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def predicted(fields: dict[str, Any], *, defers: bool) -> tuple[list[int], list[int], int]:
     """Bytes of gradients after each microbatch, of all tensors at most during its backward, and of states."""
-    model, plan_of = ModelSpec(**fields), {"dp_shard": NUM_RANKS, "zero_stage": 3, "microbatch_size": MICROBATCH_SIZE}
+    model = ModelSpec(**fields)
     training = TrainingSpec(
         global_batch_size=NUM_RANKS * NUM_MICROBATCHES * MICROBATCH_SIZE,
         precision="fp32",
         task="lora" if model.lora_rank else "pretrain",
     )
-    plan = ParallelPlan(**plan_of, grad_sync="step" if defers else "microbatch")
+    sync: Literal["step", "microbatch"] = "step" if defers else "microbatch"
+    plan = ParallelPlan(dp_shard=NUM_RANKS, zero_stage=3, microbatch_size=MICROBATCH_SIZE, grad_sync=sync)
     job = job_to_lower(model, training, plan, catalog.software("torch").with_changes(flat_parameters=True))
     whole, table = StageAssignment((0, len(model.layers))), plan_table(plan, NUM_MICROBATCHES)
     program = lower(job, whole, table, Lowering(host_waits=False))

@@ -63,7 +63,7 @@ def counted(spec: ModelSpec, arguments: dict[str, Any], *, defers: bool) -> Coun
                 with module.no_sync() if defers and microbatch + 1 < NUM_MICROBATCHES else nullcontext():
                     loss = cross_entropy(module(tokens).flatten(0, 1), tokens.flatten())
                     tracker.peak_bytes = tracker.total_bytes
-                    loss.backward()
+                    loss.backward()  # type: ignore[no-untyped-call]
                     del loss
                 peaks.append(tracker.peak_bytes)
                 gradients.append(storage_bytes(p.grad for p in (*flat, *module.parameters())))
