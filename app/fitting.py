@@ -28,7 +28,7 @@ from simplan.rules.book import violations
 from simplan.rules.rule import nearest_multiples
 from simplan.scenario import plan_section, with_searched
 from simplan.scenario.file import parts_of
-from simplan.scenario.sections import sharded_over_cp
+from simplan.scenario.sections import with_software_defaults
 from simplan.search import RankedPlan
 from simplan.software.software import SoftwareSpec
 from simplan.wording import divisors
@@ -345,7 +345,7 @@ def _job(document: Document) -> Job | None:
 def _plan_of(document: Document, software: SoftwareSpec | None = None) -> ParallelPlan | None:
     plan = document.get("plan") or {}
     with suppress(SpecError):
-        return parse_model(ParallelPlan, plan if software is None else sharded_over_cp(plan, software))
+        return parse_model(ParallelPlan, plan if software is None else with_software_defaults(plan, software))
     return None
 
 

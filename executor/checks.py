@@ -155,6 +155,10 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
             software.flat_shards,
             "the executor shards by FSDP2; use false",
         ),
+        "software.flat_parameters": (
+            software.flat_parameters,
+            "the executor shards by FSDP2; use false",
+        ),
         "software.channels_last": (
             software.channels_last,
             "the executor stores images channels first; use false",

@@ -40,6 +40,8 @@ class Job:
     def __post_init__(self) -> None:
         """Gives a captured model its precision, a plan the captured layout, software that of device and optimizer.
 
+        Weights of few bits get the library of the software.
+
         The head of the model follows the task, and the states of preference training the model's adapters.
         """
         model, software = with_objective(self.model, self.training, self.software)
@@ -47,6 +49,10 @@ class Job:
             object.__setattr__(self, "model", model)
         if software is not self.software:
             object.__setattr__(self, "software", software)
+        if (base := self.training.base_weights) is not None and (
+            own := base.of_software(software.base_weights)
+        ) != base:
+            object.__setattr__(self, "training", self.training.model_copy(update={"base_weights": own}))
         any_layout = self.training.precision == "fp8" and self.cluster.device.kernels.fp8_any_layout
         if self.software.fp8_any_layout != any_layout:
             object.__setattr__(self, "software", self.software.model_copy(update={"fp8_any_layout": any_layout}))

@@ -33,6 +33,7 @@ _OPTIONS = {
     "zero_grad_set_to_none": "Free gradients",
     "broadcast_buffers": "Broadcast buffers",
     "channels_last": "Channels last",
+    "flat_parameters": "Flat parameters (FSDP1)",
     "flat_shards": "Flat shards (FSDP1)",
     "expert_dispatch": "Expert dispatch",
     "expert_overlap": "Expert overlap",

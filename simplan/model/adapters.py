@@ -4,6 +4,11 @@ The layers of a family are transformed. Backward computes and saves what torch's
 weight gradient and saves no input, and a tensor that depends on no trained weight has no gradient. So backward ends at
 the lowest trained weight, unless the embedding's result has a gradient all the same (``input_require_grads``).
 
+FSDP1 with ``use_orig_params=True`` makes the weights of a unit views of one flat tensor, whose gradient is that of all
+of them: where one of them is trained, backward computes and saves what it does for trained weights (torch 2.13,
+distributed/fsdp/fully_sharded_data_parallel.py: "higher than expected gradient memory usage"). All that is outside of
+blocks is one unit.
+
 A target matrix W (n x k) gets A (r x k) and B (n x r), and gives y = x W^T + scale (x A^T) B^T (equation 3). An
 embedding E (v x n) gets A (r x v) and B (n x r): rows of A^T are looked up, and multiplied by B. With dropout, A has a
 copy of x of its own, and backward a mask (PEFT, tuners/lora/layer.py). A module to save is trained in place of the
@@ -74,6 +79,7 @@ class _Training:
         dropout: The input of adapters passes through dropout.
         dora: Adapters have magnitudes.
         oft: Adapters rotate the input; the ranks are the sizes of blocks.
+        is_flat: Frozen weights have gradients, as they are in one tensor with trained ones.
     """
 
     ranks: tuple[tuple[str, int], ...]
@@ -82,6 +88,7 @@ class _Training:
     dropout: bool
     dora: bool = False
     oft: bool = False
+    is_flat: bool = False
 
     def freezes(self, parameter: str) -> bool:
         """True for a parameter that is not trained."""
@@ -99,16 +106,22 @@ class _Training:
             words = (adapters or "frozen") + (",dora" * self.dora + ",oft" * self.oft) * bool(adapters)
         else:
             words = f"frozen:{'+'.join(sorted(self.frozen))}" if self.frozen else ""
-        return (
-            f"{words}{',dropout' * (self.dropout and bool(self.ranks))}{f',saved:{self.saved}' if self.saved else ''}"
-        )
+        words += ",dropout" * (self.dropout and bool(self.ranks))
+        return f"{words}{f',saved:{self.saved}' if self.saved else ''}{',flat' * self.is_flat}"
 
 
-def partly_trained(layers: Sequence[LayerSpec], model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
-    """Layers of a model with its adapters and its frozen weights."""
+def partly_trained(
+    layers: Sequence[LayerSpec], model: ModelSpec, shard: Shard, *, is_flat: bool = False
+) -> tuple[LayerSpec, ...]:
+    """Layers of a model with its adapters and its frozen weights.
+
+    Args:
+        is_flat: Weights of a block, and those outside of blocks, are one tensor each.
+    """
     made: dict[tuple[str, _Training, bool], tuple[LayerSpec, bool]] = {}
     flows, found = False, []
-    for layer, training in _trainings(layers, model):
+    trainings = _trainings(layers, model)
+    for layer, training in _in_flat_tensors([*trainings]) if is_flat else trainings:
         key = (layer.key, training, flows)
         if key not in made:
             made[key] = _partly_trained(layer, training, shard, flows=flows)
@@ -160,6 +173,17 @@ def _trainings(layers: Sequence[LayerSpec], model: ModelSpec) -> Iterator[tuple[
         yield layer, _Training((), frozenset(names_frozen), "", False)
 
 
+def _in_flat_tensors(trainings: Sequence[tuple[LayerSpec, _Training]]) -> Iterator[tuple[LayerSpec, _Training]]:
+    """Layers whose frozen weights have gradients if a weight in the same tensor is trained."""
+    trained = [
+        bool(training.ranks) or any(not training.freezes(parameter.name) for parameter in layer.parameters)
+        for layer, training in trainings
+    ]
+    in_root = any(of for (layer, _), of in zip(trainings, trained, strict=True) if layer.kind is not LayerKind.BLOCK)
+    for (layer, training), of_layer in zip(trainings, trained, strict=True):
+        yield layer, replace(training, is_flat=of_layer if layer.kind is LayerKind.BLOCK else in_root)
+
+
 def _parts(names: Sequence[str]) -> tuple[PartName, ...]:
     found = [part_name(name) for name in names]
     return tuple(part for part in found if part is not None)
@@ -191,7 +215,11 @@ def _parameters(layer: LayerSpec, training: _Training, shard: Shard) -> Iterator
         frozen = training.freezes(parameter.name)
         is_copy = name == training.saved
         yield replace(
-            parameter, frozen=frozen, partial_gradient=parameter.partial_gradient and not frozen, is_copy=is_copy
+            parameter,
+            frozen=frozen,
+            partial_gradient=parameter.partial_gradient and not frozen,
+            is_copy=is_copy,
+            is_flat=frozen and training.is_flat,
         )
         if is_copy:
             original = replace(parameter, name=f"{name}.original_module.weight")
@@ -221,7 +249,7 @@ def _operators(layer: LayerSpec, training: _Training, *, flows: bool) -> tuple[l
         followers.setdefault(place, set()).update(operator.reads)
     for operator, place in zip(layer.operators, layer.places, strict=True):
         kernel, brings = operator.kernel, not (operator.detached or needed.isdisjoint(operator.reads))
-        own = tuple(name for name in operator.parameters if not training.freezes(name))
+        own = tuple(name for name in operator.parameters if training.is_flat or not training.freezes(name))
         rank = ranks.get(kernel.name, 0) if isinstance(kernel, Gemm | Lookup) else 0
         trains = bool(own) or rank > 0
         if isinstance(kernel, Gemm) and rank and (kernel.num_groups > 1 or Role.GATING in operator.roles):
@@ -233,7 +261,7 @@ def _operators(layer: LayerSpec, training: _Training, *, flows: bool) -> tuple[l
         elif isinstance(kernel, Gemm):
             operators = list(_matrix(operator, kernel, own, rank, propagates=brings, dropout=training.dropout))
         elif rank:
-            operators = list(_table(operator, rank))
+            operators = list(_table(operator, own, rank))
         else:
             whole = brings or bool(own) or (isinstance(kernel, Pointwise) and not needed.isdisjoint(followers[place]))
             passes_by = bool(operator.passes and operator.parameters and not own)  # a frozen bias
@@ -251,7 +279,7 @@ def _matrix(
     """A matrix, perhaps frozen and, with a rank, its adapter: A, then B, whose result is scaled and added.
 
     Args:
-        own: Parameters of the matrix that are trained.
+        own: Parameters of the matrix with gradients.
     """
     trained = bool(own)
     base = replace(
@@ -453,15 +481,20 @@ def _with_magnitude(operator: Operator, kernel: Gemm, rank: int, *, propagates: 
     yield cast(wide.name, result)
 
 
-def _table(operator: Operator, rank: int) -> Iterator[Operator]:
-    """A frozen embedding and its adapter: rows of A^T, then B, whose result is scaled and added."""
+def _table(operator: Operator, own: tuple[str, ...], rank: int) -> Iterator[Operator]:
+    """An embedding and its adapter: rows of A^T, then B, whose result is scaled and added.
+
+    Args:
+        own: Parameters of the embedding with gradients.
+    """
     kernel = operator.kernel
     assert isinstance(kernel, Lookup)
     name, (result, *others) = kernel.name, operator.makes
     roles = operator.roles | {Role.ADAPTER}
     base_output, low = replace(result, name=f"{name} product"), Tensor(f"{name}.lora_a output", kernel.rows * rank)
     adapted = replace(result, name=f"{name}.lora_b output")
-    yield replace(operator, kernel=replace(kernel, trained=False), makes=(base_output, *others), parameters=())
+    base = replace(kernel, trained=bool(own))
+    yield replace(operator, kernel=base, makes=(base_output, *others), parameters=own)
     yield Operator(
         kernel=Lookup(f"{name}.lora_a", kernel.rows, rank),
         makes=(low,),

@@ -12,7 +12,7 @@ Under autocast every cast of a wide input makes a copy of its own.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pydantic import Field
@@ -38,7 +38,8 @@ class BaseWeights(Spec):
 
     Attributes:
         block_size: Elements per scale; None for that of the format.
-        library: Library whose tensors hold the weights; None for bitsandbytes, and for checkpoints in other formats.
+        library: Library whose tensors hold the weights; None for that of the framework, bitsandbytes if it has it, and
+            for checkpoints in other formats.
         keeps_inputs: Backward keeps the inputs of 4-bit layers (bitsandbytes pull request 1270, ``MatMul4Bit``).
         upcast: Remaining frozen weights are FP32 (PEFT's ``prepare_model_for_kbit_training``); None for what the
             framework does (``SoftwareSpec.upcast_frozen``).
@@ -57,7 +58,8 @@ class BaseWeights(Spec):
         "uint8", description="type of the packed tensor (bnb_4bit_quant_storage); FSDP1 and ZeRO-3 shard floats only"
     )
     library: WeightLibrary | None = Field(
-        None, description="bitsandbytes or torchao (nf4 alone, always with double quantization); default: bitsandbytes"
+        None,
+        description="bitsandbytes or torchao (nf4 alone, always with double quantization); default: of the software",
     )
     experts: bool = Field(
         False, description="experts held as one tensor are stored so as well (axolotl's quantize_moe_experts)"
@@ -72,6 +74,17 @@ class BaseWeights(Spec):
             "the framework does"
         ),
     )
+
+    def of_software(self, libraries: Sequence[str]) -> BaseWeights:
+        """Form in tensors of a framework without bitsandbytes, which are torchao's, unless a library is given.
+
+        Args:
+            libraries: See ``SoftwareSpec.base_weights``.
+        """
+        if self.library is not None or self.format != "nf4" or [*libraries] != ["torchao"]:
+            return self
+        doubled = self.double_quantization or "double_quantization" not in self.model_fields_set
+        return self.model_copy(update={"library": "torchao", "double_quantization": doubled})
 
     @property
     def is_of_bitsandbytes(self) -> bool:

@@ -70,10 +70,11 @@ class ParameterSpec:
             parallelism) or heads. Complete gradients are summed over these ranks.
         expert: Expert weight: every expert-parallel rank holds different experts, and only ranks with the same experts
             average its gradients.
-        frozen: The weight is not trained: no gradient, no optimizer states.
+        frozen: The weight is not trained: no optimizer states, and no gradient unless ``is_flat``.
         in_root: The weight is outside of the layer's module, so that FSDP has it in its root unit.
         stored: Stored form of a frozen weight of few bits; None for a weight of the usual width.
         is_copy: A trained copy of a frozen weight, as wide as that one.
+        is_flat: A frozen weight in one tensor with trained ones, of which autograd makes one gradient (FSDP1).
     """
 
     name: str
@@ -84,11 +85,17 @@ class ParameterSpec:
     in_root: bool = False
     stored: WeightFormat | None = None
     is_copy: bool = False
+    is_flat: bool = False
 
     @property
     def num_elements(self) -> int:
         """Elements of the tensor."""
         return math.prod(self.shape)
+
+    @property
+    def has_gradient(self) -> bool:
+        """True if backward computes a gradient of the weight."""
+        return not self.frozen or self.is_flat
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -266,8 +273,8 @@ class LayerSpec:
 
     @property
     def num_trained(self) -> int:
-        """Elements of the weights that are not frozen."""
-        return sum(p.num_elements for p in self.parameters if not p.frozen)
+        """Elements of the weights that have gradients."""
+        return sum(p.num_elements for p in self.parameters if p.has_gradient)
 
     def flops(self, *, full_attention: bool = False) -> int:
         """Forward model FLOPs of one sequence; attention counts as the causal half, or as the full square (PaLM)."""

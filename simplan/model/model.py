@@ -338,14 +338,18 @@ class ModelSpec(Spec):
         """All layers, unsharded, from the one that takes the input to the head with the loss."""
         return self.layers_of(Shard())
 
-    def layers_of(self, shard: Shard) -> tuple[LayerSpec, ...]:
-        """All layers, as one rank holds and computes them; degrees divide what they split (``simplan.rules``)."""
+    def layers_of(self, shard: Shard, *, is_flat: bool = False) -> tuple[LayerSpec, ...]:
+        """All layers, as one rank holds and computes them; degrees divide what they split (``simplan.rules``).
+
+        Args:
+            is_flat: Weights of a unit of FSDP1 are one tensor (``SoftwareSpec.flat_parameters``).
+        """
         layers = FAMILIES[self.family].layers(self, shard)
         if self.objective != "tokens" and FAMILIES[self.family].task == "next_token":
             layers = (*layers[:-1], head_for(layers[-1], self.objective))
         adapts_itself = self.captured is not None
         trains_all = not (self.lora_rank or self.frozen or self.trains_nothing)
-        return layers if trains_all or adapts_itself else partly_trained(layers, self, shard)
+        return layers if trains_all or adapts_itself else partly_trained(layers, self, shard, is_flat=is_flat)
 
     @property
     def without_training(self) -> ModelSpec:

@@ -43,7 +43,8 @@ class ParallelPlan(Spec):
     ``fsdp_units`` leaves blocks of a captured model in FSDP's root unit, as torch's wrap policies by class and by size.
 
     ``grad_sync`` says when data-parallel ranks reduce gradients: once per ``step``, or after every ``microbatch``.
-    ``None`` is ``microbatch`` for FSDP without a pipeline, else ``step``, as in torch (``reduces_every_microbatch``).
+    ``None`` is ``microbatch`` for FSDP without a pipeline, else ``step``, as in torch (``reduces_every_microbatch``);
+    scenarios assume ``step`` for FSDP where ``SoftwareSpec.defers_reductions`` holds.
 
     ``microbatch_sizes`` gives every data-parallel rank its own number of sequences per microbatch, in the order of the
     mesh: faster devices can take more. All ranks have the same number of microbatches, ``microbatch_size`` is the

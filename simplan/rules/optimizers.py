@@ -48,13 +48,6 @@ def optimizer_of_plan(job: Job) -> Iterator[Problem]:
             yield problem_of(job, "training.optimizer", sentence, fix)
 
 
-@rule("flat_shards is of sharded parameters", reads="shards_parameters")
-def flat_shards_of_fsdp(job: Job) -> Iterator[Problem]:
-    if job.software.flat_shards and not job.plan.shards_parameters:
-        sentence = "is of parameters that FSDP shards, and plan.zero_stage shards none"
-        yield problem_of(job, "software.flat_shards", sentence, "use plan.zero_stage = 3, or remove it")
-
-
 @unmodelled("the optimizer is not modeled for this software")
 def optimizer_of_software(job: Job) -> Iterator[Problem]:
     name, software = job.training.optimizer, job.software

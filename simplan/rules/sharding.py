@@ -316,6 +316,70 @@ def offload_above_frozen(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "plan.offload_activations", what, "remove it, or give model.input_require_grads")
 
 
+@rule("flat_shards and flat_parameters are of sharded parameters, and exclude each other", reads="shards_parameters")
+def flat_tensors_of_fsdp(job: Job) -> Iterator[Problem]:
+    options = ("flat_shards", "flat_parameters")
+    chosen = [option for option in options if option in job.software.options and getattr(job.software, option)]
+    for option in chosen if not job.plan.shards_parameters else ():
+        sentence = "is of parameters that FSDP shards, and plan.zero_stage shards none"
+        yield problem_of(job, f"software.{option}", sentence, "use plan.zero_stage = 3, or remove it")
+    if len(chosen) > 1:
+        sentence = "is FSDP1 with use_orig_params=False, and software.flat_parameters with True"
+        yield problem_of(job, "software.flat_shards", sentence, "remove one of them")
+
+
+@rule("weights of one flat tensor have one type", reads="shards_parameters")
+def flat_parameters_of_one_type(job: Job) -> Iterator[Problem]:
+    model, training = job.model, job.training
+    if not _is_flat(job) or not model.lora_rank or not job.software.states(training, job.plan):
+        return
+    state = job.software.state(training, job.plan)
+    if state.parameter != state.frozen:
+        sentence = (
+            f"has adapters of {state.parameter} bytes per weight next to frozen weights of {state.frozen}, and FSDP1 "
+            "puts both in one tensor (software.flat_parameters)"
+        )
+        yield problem_of(job, "training.precision", sentence, "use fp32, or pure_bf16: true")
+
+
+@unmodelled(
+    "flat parameters are modeled for families over data-parallel ranks",
+    reads="shards_parameters tp pp cp ep offload_optimizer",
+)
+def flat_parameters_modelled(job: Job) -> Iterator[Problem]:
+    if not _is_flat(job):
+        return
+    flat, plan, training, model = "FSDP1's flat parameters", job.plan, job.training, job.model
+    if model.captured is not None:
+        yield not_modelled(job, "software.flat_parameters", f"{flat} of a captured module", "use FSDP2")
+    for axis in ("tp", "pp", "cp", "ep"):
+        if (degree := getattr(plan, axis)) > 1:
+            yield not_modelled(job, f"plan.{axis}", f"{axis} = {degree} with {flat}", "use 1")
+    others = {
+        "plan.offload_optimizer": plan.offload_optimizer,
+        "training.optimizer_in_backward": training.optimizer_in_backward,
+        "model.lora_dora": model.lora_dora,
+        "model.lora_oft": model.lora_oft,
+    }
+    for field in (field for field, is_set in others.items() if is_set):
+        yield not_modelled(job, field, f"{field.partition('.')[2]} with {flat}", "use false")
+    if model.lora_modules_to_save:
+        yield not_modelled(job, "model.lora_modules_to_save", f"a trained copy in {flat}", "remove it")
+    if training.base_weights is not None:
+        what = f"a weight of few bits in {flat}"
+        yield problem_of(
+            job,
+            "training.base_weights",
+            f"{what} is not modeled yet",
+            "remove it, or use zero_stage 0",
+            value=training.base_weights.words,
+        )
+
+
+def _is_flat(job: Job) -> bool:
+    return job.software.flat_parameters and job.plan.shards_parameters
+
+
 @unmodelled("activations on the host are not modeled with compiled blocks", reads="offload_activations")
 def offload_compiled(job: Job) -> Iterator[Problem]:
     if job.software.compiled and job.software.executable and job.plan.offload_activations:

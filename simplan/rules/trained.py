@@ -235,7 +235,9 @@ def mtp_with_adapters(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "model.frozen", f"frozen weights {what}", "remove it")
 
 
-@unmodelled("adapters of experts and routers are modeled where each rank has all experts", reads="tp ep cp")
+@unmodelled(
+    "adapters of experts and routers are modeled where each rank has all experts", reads="tp ep cp shards_parameters"
+)
 def adapters_of_experts(job: Job) -> Iterator[Problem]:
     model, software = job.model, job.software
     if not model.lora_rank or not model.num_experts:
@@ -253,6 +255,7 @@ def adapters_of_experts(job: Job) -> Iterator[Problem]:
         "with model.lora_dropout, which PEFT refuses,": model.lora_dropout > 0,
         "with model.lora_dora, which PEFT refuses,": model.lora_dora,
         "with tensor, expert or context parallelism": max(job.plan.tp, job.plan.ep, job.plan.cp) > 1,
+        "with FSDP1's flat parameters": software.flat_parameters and job.plan.shards_parameters,
         f"with {software.id}": not software.base_weights or software.layers.model_code == "transformers",
     }
     for what in (what for what, is_so in whats.items() if is_so and experts):

@@ -21,7 +21,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.plan.schedules import is_table_file
 from simplan.problems import Path
 from simplan.scenario.collecting import Sections
-from simplan.scenario.sections import read_model, read_software, sharded_over_cp
+from simplan.scenario.sections import read_model, read_software, with_software_defaults
 from simplan.training import TrainingSection
 
 _PATH: Path = ("cluster", "background")
@@ -96,7 +96,7 @@ def _job(sections: Sections, data: dict[str, Any], path: Path) -> BackgroundJob 
     with sections.moved(("training",), (*path, "training")):
         training = sections.read(TrainingSection, job["training"], ("training",))
     with sections.moved(("plan",), (*path, "plan")):
-        plan_keys = job["plan"] if software is None else sharded_over_cp(job["plan"], software)
+        plan_keys = job["plan"] if software is None else with_software_defaults(job["plan"], software)
         plan = sections.read(ParallelPlan, plan_keys, ("plan",))
     if entry is None or software is None or model is None or training is None or plan is None:
         return None

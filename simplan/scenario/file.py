@@ -49,7 +49,7 @@ from simplan.scenario.clusters import read_cluster
 from simplan.scenario.collecting import Sections
 from simplan.scenario.expectation import Expectation
 from simplan.scenario.names import with_catalog_names
-from simplan.scenario.sections import read_expectations, read_model, read_software, sharded_over_cp
+from simplan.scenario.sections import read_expectations, read_model, read_software, with_software_defaults
 from simplan.scenario.whole_run.reading import read_budget, read_run
 from simplan.scenario.whole_run.rules import check_run
 from simplan.software.software import SoftwareSpec
@@ -332,7 +332,7 @@ def _read_plan(parts: ScenarioParts, folder: Path | None) -> ParallelPlan | None
     plan_keys = _with_devices(parts, folder)
     is_read = "plan" in data and sections.num_problems == before
     if parts.software is not None:
-        plan_keys = sharded_over_cp(plan_keys, parts.software)
+        plan_keys = with_software_defaults(plan_keys, parts.software)
     plan = sections.read(ParallelPlan, plan_keys, ("plan",)) if is_read else None
     if plan is None or folder is None or not is_table_file(plan.schedule):
         return plan

@@ -294,10 +294,18 @@ def _counted(path: Path) -> dict[int, float]:
     return {length: float(count) for length, count in counts.items()}
 
 
-def sharded_over_cp(plan: Any, software: SoftwareSpec) -> Any:
-    """Section plan, with FSDP over context-parallel ranks alone where the software has it and no stage is given."""
-    if not isinstance(plan, dict) or "zero_stage" in plan or not software.shards_over_cp:
+def with_software_defaults(plan: Any, software: SoftwareSpec) -> Any:
+    """Section plan, with what the software does where the plan does not say it.
+
+    These are FSDP over context-parallel ranks alone, and reductions of sharded gradients that wait for the end of the
+    step (``SoftwareSpec.shards_over_cp``, ``SoftwareSpec.defers_reductions``).
+    """
+    if not isinstance(plan, dict):
         return plan
-    cp = plan.get("cp", 1)
-    alone = isinstance(cp, int) and cp > 1 and plan.get("dp_shard", 1) == 1
-    return {**plan, "zero_stage": 3} if alone else plan
+    cp, dp_shard = plan.get("cp", 1), plan.get("dp_shard", 1)
+    if "zero_stage" not in plan and software.shards_over_cp and isinstance(cp, int) and cp > 1 and dp_shard == 1:
+        plan = {**plan, "zero_stage": 3}
+    shards = isinstance(dp_shard, int) and dp_shard > 1 and plan.get("zero_stage", 3) in (2, 3)
+    if "grad_sync" not in plan and software.defers_reductions and shards and plan.get("pp", 1) == 1:
+        plan = {**plan, "grad_sync": "step"}
+    return plan

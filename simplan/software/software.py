@@ -40,6 +40,7 @@ SoftwareOption = Literal[
     "dtensor",
     "expert_dispatch",
     "expert_overlap",
+    "flat_parameters",
     "flat_shards",
     "fp8_activation_input",
     "fp8_dot_product_attention",
@@ -129,6 +130,8 @@ class StateBytes(Spec):
         moments: Each of Adam's states, where a run stores them in types of its own. Belongs to one training run, not to
             the catalog.
         gathers_experts: FSDP shards and all-gathers expert-parallel weights. Belongs to one plan, not to the catalog.
+        is_flat: FSDP1 has one flat tensor per unit (``SoftwareSpec.flat_parameters``). Belongs to one plan, not to the
+            catalog.
     """
 
     parameter: Count
@@ -153,6 +156,7 @@ class StateBytes(Spec):
     updated_by: UpdateName | None = Field(default=None, exclude=True)
     moments: tuple[Annotated[int, Field(le=8)], Annotated[int, Field(le=8)]] | None = Field(default=None, exclude=True)
     gathers_experts: bool = Field(default=False, exclude=True)
+    is_flat: bool = Field(default=False, exclude=True)
 
     if TYPE_CHECKING:  # fields without a default may be left out
 
@@ -186,8 +190,12 @@ class StateBytes(Spec):
 
     @property
     def accumulated(self) -> int:
-        """Bytes per unsharded gradient that FSDP accumulates over microbatches: as wide as their reduction or wider."""
-        return max(self.gradient, self.reduced)
+        """Bytes per unsharded gradient that FSDP accumulates over microbatches: as wide as their reduction or wider.
+
+        FSDP1 accumulates in the precision of its unsharded weights (torch, distributed/fsdp/_runtime_utils.py,
+        ``_post_backward_hook``).
+        """
+        return self.gathered if self.is_flat else max(self.gradient, self.reduced)
 
     @property
     def update_fraction(self) -> float:
@@ -290,6 +298,7 @@ class SoftwareSpec(Spec):
             all-gathers the parts.
         reduces_each_microbatch: With sharded parameters and without a pipeline, gradients are always reduced after
             every microbatch; ``plan.grad_sync: step`` is not supported.
+        defers_reductions: With sharded parameters, a scenario without ``plan.grad_sync`` reduces gradients once a step.
         prefetch_receive_schedules: Schedules in which a pipeline rank posts the receives for its next forward and next
             backward before the preceding compute. A P2P send then waits only for its sender, and for earlier sends in
             its direction.
@@ -454,9 +463,17 @@ class SoftwareSpec(Spec):
             "update; else parts of each parameter, as FSDP2 has. Gathers are those of FSDP2."
         ),
     )
+    flat_parameters: bool = Field(
+        False,
+        description=(
+            "FSDP1 with use_orig_params=True: all weights of a block are one flat tensor, as is all else, and frozen "
+            "ones have gradients where others in it are trained. Gathers are those of FSDP2."
+        ),
+    )
     waits_for_gradients: Literal["backward", "step"] = "backward"
     waits_for_batch: bool = False
     reduces_each_microbatch: bool = False
+    defers_reductions: bool = False
     per_rank_tensor_lists: bool = False
     live_elements: Count | None = None
     scatter_gather_p2p: bool = False
@@ -555,6 +572,7 @@ class SoftwareSpec(Spec):
             "dtensor": "DTensor" if self.dtensor else "",
             "expert_dispatch": self.expert_dispatch if self.expert_dispatch != "copies" else "",
             "expert_overlap": "expert all-to-all overlapped with another microbatch" if self.expert_overlap else "",
+            "flat_parameters": "flat parameters" if self.flat_parameters else "",
             "flat_shards": "flat shards" if self.flat_shards else "",
             "fp8_activation_input": "FP8 inputs of activations" if self.fp8_activation_input else "",
             "fp8_dot_product_attention": "FP8 attention" if self.fp8_dot_product_attention else "",
@@ -639,7 +657,8 @@ class SoftwareSpec(Spec):
         base = None
         if training is not None and self._has_frozen_base(training):
             base = self.state(training, plan).base
-        layers = _implemented_layers(self.padded(model, plan), plan.shard, self._implementation, base)
+        is_flat = self.flat_parameters and plan.shards_parameters
+        layers = _implemented_layers(self.padded(model, plan), plan.shard, self._implementation, base, is_flat)
         simulates = training is not None and training.fake_quantization is not None
         simulated = self.state(training, plan).simulated if training is not None and simulates else None
         return layers if simulated is None else _simulated_layers(layers, simulated)
@@ -816,6 +835,8 @@ class SoftwareSpec(Spec):
         """Widths with gradients reduced, and if unsharded also accumulated, in the precision that the plan requests."""
         if plan.expert_shards > 1:
             state = state.model_copy(update={"gathers_experts": True})
+        if self.flat_parameters and plan.shards_parameters:
+            state = state.model_copy(update={"is_flat": True})
         if plan.grad_dtype is None:
             return state
         width = 4 if plan.grad_dtype == "fp32" else 2
@@ -827,14 +848,14 @@ class SoftwareSpec(Spec):
 
 @lru_cache(maxsize=256)
 def _implemented_layers(
-    model: ModelSpec, shard: Shard, implementation: LayerImplementation, base: FrozenBase | None
+    model: ModelSpec, shard: Shard, implementation: LayerImplementation, base: FrozenBase | None, is_flat: bool
 ) -> tuple[LayerSpec, ...]:
     """Cached layers under an implementation: plans of a search share most of them."""
     if base is not None:
-        layers = _implemented_layers(model, shard, implementation, None)
+        layers = _implemented_layers(model, shard, implementation, None, is_flat)
         made = {layer: with_frozen_base(layer, base) for layer in {*layers}}
         return tuple(made[layer] for layer in layers)
-    layers = model.layers_of(shard)
+    layers = model.layers_of(shard, is_flat=is_flat)
     if model.captured is not None:
         return compiled_blocks(layers, model.captured.computed_in) if implementation.compiled else layers
     return implemented_layers(layers, implementation, model.family)

@@ -226,6 +226,12 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "upcast = true: is not done under FSDP and ZeRO-3",
     ),
     ({"format": "nf4", "library": "torchao"}, {}, "library = torchao: always quantizes the scales"),
+    (
+        {"format": "nf4", "double_quantization": False},
+        {"software": "torchtune"},
+        "torchao: always quantizes the scales",
+    ),
+    ({"format": "nf4", "library": "bitsandbytes"}, {"software": "torchtune"}, "use library: torchao, double_quan"),
     ({"format": "fp4", "library": "torchao"}, {}, "library = torchao: has nf4 alone"),
     ({"format": "nf4", "block_size": 48}, {}, "block_size = 48: must be a power of two from 32 to 4096; use 64"),
     ({**TORCHAO, "block_size": 4096}, {"model": "gpt2-124m"}, "needs 1,048,576 elements, and"),
@@ -242,6 +248,15 @@ def test_weights_that_cannot_be_are_refused(base: dict[str, Any], keys: dict[str
         job_of(base, **keys)
     sentences = [problem.sentence() for problem in error.value.problems]
     assert any(sentence in text for text in sentences), sentences
+
+
+@pytest.mark.parametrize(
+    "software", [name for name in catalog.names("software") if catalog.software(name).base_weights]
+)
+def test_the_library_is_that_of_the_framework(software: str) -> None:
+    """Shows that a format alone is enough under every profile; torchtune's is torchao."""
+    base = job_of(NF4, software).training.base_weights
+    assert base == BaseWeights.model_validate(TORCHAO if software == "torchtune" else NF4)
 
 
 def test_words_of_a_format() -> None:

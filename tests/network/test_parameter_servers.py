@@ -86,7 +86,7 @@ def inception_v3() -> Iterator[Convolution]:
 class InceptionV3(ModelSpec):
     """Layers with the variables and matmuls of Inception v3, in a chain."""
 
-    def layers_of(self, shard: Shard) -> tuple[LayerSpec, ...]:
+    def layers_of(self, shard: Shard, *, is_flat: bool = False) -> tuple[LayerSpec, ...]:
         assert shard == Shard()
         layers = []
         for number, (inputs, outputs, kernel, side) in enumerate(inception_v3()):

@@ -29,7 +29,7 @@ NUM_GPUS, PER_NODE, CARD_BYTES_PER_S = 512, 4, 25e9 / 8
 class VGG16(ModelSpec):
     """Convolutions and fully connected layers of VGG-16 (Simonyan and Zisserman 2014); the last is ResNet's."""
 
-    def layers_of(self, shard: Shard) -> tuple[LayerSpec, ...]:
+    def layers_of(self, shard: Shard, *, is_flat: bool = False) -> tuple[LayerSpec, ...]:
         assert shard == Shard()
         every: list[Convolution] = []
         inputs = 3

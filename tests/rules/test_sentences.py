@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simplan import catalog
+from simplan import catalog, make_job
 from simplan.cluster.topology import Dragonfly
 from simplan.errors import NotModelledError, SpecError
 from simplan.model.model import ModelSpec
@@ -122,6 +122,31 @@ def test_only_maxtext_offloads_q_k_and_v(software: str) -> None:
     refusals = problems(LLAMA, {"recompute": "qkv_proj_offloaded"}, software=software)
     expected = f"plan.recompute = qkv_proj_offloaded: {software} does not support it"
     assert any(sentence.startswith(expected) for sentence in refusals) is (software != "maxtext")
+
+
+@pytest.mark.parametrize(
+    ("plan", "keys", "sentence"),
+    [
+        (
+            {"dp_shard": 2},
+            {"precision": "bf16"},
+            "precision = bf16: has adapters of 4 bytes per weight next to",
+        ),
+        ({"dp_replicate": 2}, {}, "flat_parameters = true: is of parameters that FSDP shards"),
+        ({"dp_shard": 2, "tp": 2}, {}, "tp = 2: tp = 2 with FSDP1's flat parameters is not modeled yet; use 1"),
+        ({"dp_shard": 2}, {"lora_dora": True}, "lora_dora = true: lora_dora with FSDP1's flat parameters"),
+        ({"dp_shard": 2}, {"software.flat_shards": True}, "flat_shards = true: is FSDP1 with use_orig_params"),
+        ({"dp_shard": 2}, {"base_weights": "nf4"}, "base_weights = nf4: a weight of few bits in FSDP1's flat"),
+    ],
+)
+def test_flat_parameters_that_cannot_be(plan: dict[str, Any], keys: dict[str, Any], sentence: str) -> None:
+    """Shows the nearest plan that is accepted, too: FP32 over two shards."""
+    usual = {"device": "h100-sxm-80gb", "num_devices": 2 * plan.get("tp", 1), "lora_rank": 4, "precision": "fp32"}
+    usual |= {"software.flat_parameters": True, "seq_len": 512}
+    with pytest.raises(SpecError) as error:
+        make_job("llama3.2-1b", {**usual, **plan, **keys})
+    assert any(sentence in problem.sentence() for problem in error.value.problems), error.value
+    make_job("llama3.2-1b", {**usual, "num_devices": 2, "dp_shard": 2})
 
 
 def test_frameworks_that_reduce_every_microbatch_reject_step() -> None:

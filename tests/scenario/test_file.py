@@ -401,3 +401,20 @@ def test_files_are_not_opened(text: str, field: str, tmp_path: Path, monkeypatch
 def test_problems_have_their_line() -> None:
     with pytest.raises(SpecError, match=r"^asked:4:1: plan = .*needs 4 devices"):
         parse_scenario(f"{START}plan: {{dp_shard: 4}}\n", name="asked")
+
+
+@pytest.mark.parametrize(
+    ("software", "plan", "grad_sync"),
+    [
+        ("litgpt", "dp_shard: 2", "step"),
+        ("litgpt", "dp_shard: 2, grad_sync: microbatch", "microbatch"),
+        ("litgpt", "dp_replicate: 2", None),
+        ("torch", "dp_shard: 2", None),
+    ],
+)
+def test_reductions_wait_where_the_software_defers_them(
+    tmp_path: Path, software: str, plan: str, grad_sync: str | None
+) -> None:
+    """Shows a default of LitGPT's scripts, which a plan can still contradict."""
+    more = f"training: {{global_batch_size: 24, precision: fp32, task: sft}}\nsoftware: {software}\nplan: {{{plan}}}\n"
+    assert load(tmp_path, "model: {preset: llama3.2-1b, seq_len: 512}\n" + TWO + more).job.plan.grad_sync == grad_sync

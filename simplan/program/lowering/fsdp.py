@@ -199,10 +199,14 @@ class FsdpHooks(Hooks):
         elif self.units[stage][self._unit_of[stage][part[0]]].layers[0] in part:  # else a tied weight has more to come
             for index in reversed(beginning):
                 if self._synchronizes and self.units[stage][index].trained:
-                    self.reduce_unit(action, index, made_now=True)
+                    adds = state.is_flat and index in self._accumulated
+                    if adds:  # before the reduction, which is of the sum
+                        self._hold_unsharded(action, [index])
+                    self.reduce_unit(action, index, made_now=not adds)
                 else:
                     self._hold_unsharded(action, [index])
-                    self._reshard(action, [index])
+                    if self._reshards or not state.is_flat:  # FSDP1 with SHARD_GRAD_OP waits for a reduction
+                        self._reshard(action, [index])
 
     def end_of_backward(self, action: Action) -> None:
         """Waits for the last reduction, and for prefetched units that backward did not use."""
@@ -353,6 +357,8 @@ class FsdpHooks(Hooks):
         # gradients are computed in the precision of the weights and upcast unit by unit
         narrow = max(self.units[action.stage][index].trained for index in indices) * state.gathered if indices else 0
         during = held + (narrow if state.gathered != state.accumulated else 0)
+        if state.is_flat:  # gradients of all weights are there, and the flat one made of them, which then is added
+            during = held + narrow + (0 if new else narrow)
         if during:
             self.writer.compute(action, "hold gradients", memory=[MemoryEffect(_GRADIENTS, during, held)])
 

@@ -22,8 +22,8 @@ class Unit(NamedTuple):
             parameters, any other unit only the rest.
         padded: ``elements`` after padding each sharded dimension to a multiple of the shards, as torch does.
         stays: True if the unit is not resharded between forward and backward, regardless of the plan.
-        trained, trained_padded: ``elements`` and ``padded`` without frozen weights.
-        matrices: Elements of each trained parameter that is not a vector, in the order of forward.
+        trained, trained_padded: ``elements`` and ``padded`` of weights with gradients.
+        matrices: Elements of each of these weights that is not a vector, in the order of forward.
         has_backward: True unless backward does not reach the unit: all weights in it and before it are frozen.
         experts: True for the expert-parallel experts of a layer, sharded over the ranks that hold the same experts.
         packed: ``padded`` of weights of few bits alone.
@@ -108,7 +108,7 @@ def _owned(layers: Sequence[LayerSpec], *, tied: bool = False, experts: bool = F
 
 def _unit(owned: Sequence[ParameterSpec], last: LayerSpec, num_shards: int) -> Unit:
     """Returns a unit without positions in a stage."""
-    trained = [parameter for parameter in owned if not parameter.frozen]
+    trained = [parameter for parameter in owned if parameter.has_gradient]
     stored = [(parameter, parameter.stored) for parameter in owned if parameter.stored is not None]
     return Unit(
         (),

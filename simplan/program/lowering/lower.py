@@ -462,7 +462,9 @@ class _RankLowering:
         outer_on_host = replication is not None and replication.outer.on_host
         offloads = stages.plan.offload_optimizer  # gradients are there from the first reduction to the update only
         drops = software.drops_gradients
-        gradient_bytes = 0 if offloads or drops else trained * (state.gradient + state.unaccumulated)
+        gradient_bytes = (
+            0 if offloads or drops else self.states.elements.gradients * (state.gradient + state.unaccumulated)
+        )
         # else the buckets are the gradients
         buffer_bytes = self.bucket_bytes() if drops or software.ddp_copies_gradients else 0
         buffer_bytes += self.hooks.persistent_bytes() + joined_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from itertools import groupby
@@ -78,7 +78,7 @@ class Stages:
         layers: Per stage, its layers as sharded for one rank.
         brought: Per stage and layer, the parameters that the layer adds to the stage.
         owned: Per stage and layer, the elements of these parameters.
-        trained: Per stage and layer, the elements that are not frozen.
+        trained: Per stage and layer, the elements of weights that have gradients.
         copied: ``owned``, in which a weight of few bits counts as much as its bytes.
         experts: Per stage and layer, the trained elements of expert-parallel parameters. Data parallelism skips them,
             or FSDP shards them over fewer ranks.
@@ -130,11 +130,13 @@ class Stages:
         self._first_block = [assignment.boundaries[stage] - 1 for stage in range(self.num_stages)]
         self.brought = [brought_parameters(layers) for layers in self.layers]
         self.owned = self._elements(lambda parameter: True)
-        self.trained = self._elements(lambda parameter: not parameter.frozen)
-        self.experts = self._elements(lambda parameter: parameter.expert and not parameter.frozen)
+        self.trained = self._elements(lambda parameter: parameter.has_gradient)
+        self.experts = self._elements(lambda parameter: parameter.expert and parameter.has_gradient)
         self._owned_experts = self._elements(lambda parameter: parameter.expert)
         self.copied = self._copied_elements()
-        in_root = blocks_in_root(model.captured, model_layers, plan.fsdp_units) if model.captured is not None else ()
+        in_root: Collection[int] = (0, len(model_layers) - 1) if self.state.is_flat else ()
+        if model.captured is not None:
+            in_root = blocks_in_root(model.captured, model_layers, plan.fsdp_units)
         self.units: list[tuple[Unit, ...]] = [
             fsdp_units(
                 layers,
@@ -297,9 +299,9 @@ class Stages:
         key = (layer.key, mode, variant, ends)
         layer_facts = self._facts.get(key)
         if layer_facts is None:
-            own = (p for p in self.layers[stage][-1].parameters if not p.frozen)
+            own = (p for p in self.layers[stage][-1].parameters if p.has_gradient)
             shares = self.trained[stage][-1] != sum(map(self.state.elements_of, own))
-            left = self._left_gradient(layer) if shares else 0
+            left = self._left_gradient(layer) if shares or self.state.is_flat else 0
             kept = Recomputation(frozenset(tensor.name for tensor in layer.saved))
             if recomputes:
                 kept = recomputation(layer, mode, number, self.plan.recompute_modules)
@@ -338,7 +340,13 @@ class Stages:
         return 0 <= boundary < self.num_stages - 1 and self.placement[boundary] != self.placement[boundary + 1]
 
     def _left_gradient(self, layer: LayerSpec) -> int:
-        """Returns bytes of a tied weight's gradient that autograd holds between the head's and embedding's backward."""
+        """Returns bytes of gradients that autograd holds between the head's and the embedding's backward.
+
+        These are of a tied weight, or of all weights in one flat tensor with those of the embedding.
+        """
+        if self.state.is_flat and layer.kind is not LayerKind.BLOCK:
+            held = self.trained[0][-1] * self.state.gathered
+            return held if layer.kind is LayerKind.HEAD else -held
         match layer.kind:
             case LayerKind.HEAD:
                 return sum(p.num_elements for p in layer.parameters if p.name in layer.tied) * self.state.residual

@@ -25,9 +25,10 @@ class LayerStates(NamedTuple):
         weights: Weights held between steps.
         packed: Weights of these that are stored in few bits.
         packed_bytes: Bytes of these, with their scales.
-        trained: Weights of these that have gradients.
-        experts: Elements of expert-parallel parameters that have gradients.
+        trained: Weights of these that are not frozen.
+        experts: Elements of expert-parallel parameters that are not frozen.
         partial: Elements whose gradients are partial sums, to be all-reduced over tensor-parallel ranks.
+        gradients: Weights that have gradients.
     """
 
     weights: int
@@ -36,6 +37,7 @@ class LayerStates(NamedTuple):
     trained: int
     experts: int
     partial: int
+    gradients: int
 
 
 def layer_states(
@@ -53,7 +55,7 @@ def layer_states(
         shard: Index of the shard; shard 0 has the padded size.
         state: Bytes per element; None where no copy of a frozen weight is trained.
     """
-    found = [0, 0, 0, 0]
+    found = [0] * 5
     packed = packed_bytes = 0
     for parameter in parameters:
         over, index = (expert_shards, 0) if parameter.expert else (num_shards, shard)
@@ -61,7 +63,8 @@ def layer_states(
         if state is not None:
             number = state.elements_of(parameter, number)
         trained = not parameter.frozen
-        for place, counts in enumerate((True, trained, trained and parameter.expert, parameter.partial_gradient)):
+        experts, partial = trained and parameter.expert, parameter.partial_gradient
+        for place, counts in enumerate((True, trained, experts, partial, parameter.has_gradient)):
             found[place] += number * counts
         if parameter.stored is not None:
             packed += number

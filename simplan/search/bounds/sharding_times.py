@@ -120,7 +120,14 @@ class ShardingTimes:
         key = plan.shard, num_shards, plan.expert_shards, plan.pp > 1
         if (units := self._units.get(key)) is None:
             layers = self._job.software.layers_of(self._job.model, plan, self._job.training)
-            units = fsdp_units(layers, num_shards, keep_last=plan.pp == 1, expert_shards=plan.expert_shards)
+            is_flat = self._job.software.state(self._job.training, plan).is_flat
+            units = fsdp_units(
+                layers,
+                num_shards,
+                keep_last=plan.pp == 1,
+                expert_shards=plan.expert_shards,
+                others_in_root=(0, len(layers) - 1) if is_flat else (),
+            )
             self._units[key] = units
         return units
 

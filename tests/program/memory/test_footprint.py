@@ -214,9 +214,11 @@ def test_a_layer_is_the_sum_of_its_parameters(
 ) -> None:
     parameters = [
         ParameterSpec("frozen", dense, frozen=True),
+        ParameterSpec("next to trained ones", dense, frozen=True, is_flat=True),
         ParameterSpec("partial", dense, partial_gradient=True),
         ParameterSpec("expert", expert, expert=True),
     ]
     states = layer_states(parameters, num_shards, expert_shards)
     shard, of_experts = shard_elements(dense, num_shards), shard_elements(expert, expert_shards)
-    assert (states.weights, *states[3:]) == (2 * shard + of_experts, shard + of_experts, of_experts, shard)
+    assert (states.weights, *states[3:6]) == (3 * shard + of_experts, shard + of_experts, of_experts, shard)
+    assert states.gradients == 2 * shard + of_experts
