@@ -15,7 +15,7 @@ from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan, StageAssignment
 from simplan.program.lowering.lower import Lowering, lower
 from simplan.program.program import MemoryCategory
-from simplan.program.tables.table import plan_table
+from simplan.program.tables.plan_table import plan_table
 from simplan.sim.memory import persistent_bytes
 from simplan.training import TrainingSpec
 from tests.executor.forked import run_program
