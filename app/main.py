@@ -47,7 +47,7 @@ div[data-testid="stMetricValue"] { font-variant-numeric: tabular-nums; }
 [data-tag], [data-tag] * { color: light-dark(#ffffff, #12171d) !important; }
 @media (max-width: 640px) { .block-container { padding-left: 0.8rem; padding-right: 0.8rem; } }
 [class*=st-key-drawing] { overflow-x: auto; }
-[class*=st-key-drawing] img { min-width: 640px; max-width: max(100%, 640px) !important; }  /* legible on a phone */
+[class*=st-key-drawing] iframe { display: block; width: max(100%, 640px); height: auto; }  /* legible on a phone */
 /* Without a pointer, the buttons of a table are always there: above the table, in an element that grows with them. */
 @media (hover: none) { [data-testid=stElementContainer]:has([data-testid=stDataFrame]) {
   padding-top: 2.2rem; box-sizing: content-box; } }

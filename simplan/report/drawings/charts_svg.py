@@ -14,6 +14,7 @@ from simplan.report.drawings.svg import (
     GRID,
     LANE,
     PAPER,
+    PART_COLOURS,
     SOFT,
     Element,
     legend,
@@ -44,7 +45,7 @@ def bars_svg(chart: Bars) -> str:
     top = 64 if chart.limit else 48
     bottom = top + _ROW * len(chart.bars)
     used = [name for name in chart.names if any(bar.parts.get(name, 0) > 0.002 * most for bar in chart.bars)]
-    colours = dict(zip(chart.names, _cycled(len(chart.names)), strict=True))
+    colours = dict(zip(chart.names, _cycled(len(chart.names)), strict=True)) | PART_COLOURS
     squares, end = legend([(colours[name], name) for name in used], _MARGIN, bottom + 24, CHART_WIDTH, size=_SIZE)
     root = page(clean(chart.title), CHART_WIDTH, end + 16)
     for row, bar in enumerate(chart.bars):
@@ -137,7 +138,8 @@ class _Frame:
         more = (high - low if y.is_near else high) * 0.06
         self._low, self._high = (low / 1.1, high * 1.1) if y.is_log else (low - more if y.is_near else 0.0, high + more)
         self._ticks = ticks_of(y, self._low, self._high)
-        letters = max((len(_words(y.unit, tick)) for tick in self._ticks), default=4)
+        self._labels = _labels(y.unit, self._ticks)
+        letters = max(map(len, self._labels), default=4)
         self.left, self.top = _MARGIN + 14 + _LETTER_PX * letters, 84.0
         self.width = CHART_WIDTH - self.left - 34
         self.bottom = self.top + _CURVES_HEIGHT
@@ -151,14 +153,15 @@ class _Frame:
 
     def axes(self) -> Iterable[Element]:
         yield rect(self.left, self.top, self.width, _CURVES_HEIGHT, "none", stroke=GRID)
-        for value in ticks_of(self._chart.x, self._xs[0], self._xs[-1]):
+        values = ticks_of(self._chart.x, self._xs[0], self._xs[-1])
+        for value, words in zip(values, _labels(self._chart.x.unit, values), strict=True):
             x = self.x(value)
             yield line(x, self.top, x, self.bottom, GRID)
-            yield _soft(x, self.bottom + 18, _words(self._chart.x.unit, value), anchor="middle")
-        for value in self._ticks:
+            yield _soft(x, self.bottom + 18, words, anchor="middle")
+        for value, words in zip(self._ticks, self._labels, strict=True):
             y = self.y(value)
             yield line(self.left, y, self.left + self.width, y, GRID)
-            yield _soft(self.left - 8, y + 4, _words(self._chart.y.unit, value), anchor="end")
+            yield _soft(self.left - 8, y + 4, words, anchor="end")
         yield text(self.left, self.top - 10, self._chart.y.name, size=_SIZE)
         middle = self.left + self.width / 2
         yield text(middle, self.bottom + 40, self._chart.x.name, size=_SIZE, anchor="middle")
@@ -213,13 +216,21 @@ _FORMATS: dict[str, Callable[[float], str]] = {
     "s": lambda value: "0" if value == 0 else format_time(value, digits=3),
     "span": format_span,
     "bytes/s": format_rate,
-    "percent": lambda value: format_percent(value, 0),
+    "percent": format_percent,
     "": lambda value: f"{value:,.6g}" if value < 1e6 else f"{value / 1e6:,.6g} M",
 }
 
 
 def _words(unit: str, value: float) -> str:
     return _FORMATS[unit](value) if unit in _FORMATS else format_value(value, unit)
+
+
+def _labels(unit: str, ticks: Sequence[float]) -> list[str]:
+    """Words of ticks; fractions have as many decimals as tell them apart."""
+    if unit != "percent":
+        return [_words(unit, tick) for tick in ticks]
+    labels = ([format_percent(tick, digits) for tick in ticks] for digits in range(4))
+    return next((words for words in labels if len({*words}) == len(words)), [_words(unit, tick) for tick in ticks])
 
 
 def _cycled(number: int) -> list[str]:

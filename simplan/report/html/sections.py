@@ -58,7 +58,6 @@ def prediction_section(document: Document) -> str:
     verdict = document.get("memory_verdict") or ""
     shown = [
         ("step time", f"{format_time(document['step_time_s'])} ({format_time(low_s)} to {format_time(high_s)})"),
-        ("least known", (document.get("weakest_term") or {}).get("fact", "")),
         (
             "memory",
             f"{needed:.2f} GiB{f' of {capacity:.2f} GiB' if capacity else ''}{f': {verdict}' if verdict else ''}",
@@ -79,6 +78,7 @@ def prediction_section(document: Document) -> str:
                     ["batch", _batch(document)],
                     ["software", inputs["software"]],
                     *_loading(document),
+                    *([["least known", weakest["fact"]]] if (weakest := document.get("weakest_term")) else []),
                 ],
             ),
             *_splits(document),
@@ -377,9 +377,14 @@ def comparison_section(document: Document) -> str:
         parts.append(table(["part of the predicted step", "predicted", "standard deviation"], uncertain))
     if document.get("hypotheses"):
         hypotheses = [
-            [hypothesis["change"], format_time(hypothesis["step_time_s"])] for hypothesis in document["hypotheses"]
+            [
+                hypothesis["change"],
+                format_time(hypothesis["step_time_s"]),
+                "" if hypothesis["step_error"] is None else f"{hypothesis['step_error']:+.1%}",
+            ]
+            for hypothesis in document["hypotheses"]
         ]
-        parts.append(table(["what could explain it", "step time"], hypotheses))
+        parts.append(table(["what could explain it", "step time", "error"], hypotheses))
     parts.append(listing(document["notes"]))
     return "".join(parts)
 
