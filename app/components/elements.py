@@ -147,7 +147,7 @@ def show_drawing(name: str, svg: str, *, alt: str) -> None:
     """
     width, height = _SIZE.search(svg).groups()  # type: ignore[union-attr]  # every drawing has a size
     key = f"drawing-{name}"
-    frame = f".st-key-{key} iframe {{ max-width: max({width}px, 640px); aspect-ratio: {width} / {height}; }}"
+    frame = f".st-key-{key} iframe {{ max-width: {width}px; aspect-ratio: {width} / {height}; }}"
     st.html(f"<style>{frame}</style>")
     with st.container(key=key):
         st.iframe(f"{_FRAME}{svg}", height=int(float(height)), tab_index=-1, alt=alt)
