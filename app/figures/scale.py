@@ -291,11 +291,13 @@ def scale_document(
         "rate": f"{unit} per second, all devices",
         "points": shown,
         "sensitivity": [
-            {"resource": _RESOURCES[one.resource], "step_time_change": one.relative_change} for one in worths
+            {"resource": _RESOURCES[gain.resource], "step_time_change": gain.relative_change} for gain in worths
         ],
         "slow_ranks": {
             "slowdown": slower,
-            "ranks": [{"ranks": format_ranks(one.ranks), "step_time_change": one.relative_change} for one in ranks],
+            "ranks": [
+                {"ranks": format_ranks(delay.ranks), "step_time_change": delay.relative_change} for delay in ranks
+            ],
         },
     }
 

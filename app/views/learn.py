@@ -234,7 +234,7 @@ def _show_missing() -> None:
 
 
 _TOPICS: Mapping[str, tuple[str, Callable[[], None]]] = {
-    **{name: (one.title, partial(_show_lesson, name)) for name, one in LESSONS.items()},
+    **{name: (lesson.title, partial(_show_lesson, name)) for name, lesson in LESSONS.items()},
     "schedules": ("Schedules", _show_schedules),
     "definitions": ("Definitions", _show_definitions),
     "missing": ("Not modeled", _show_missing),

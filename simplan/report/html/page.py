@@ -108,7 +108,7 @@ def html_report(documents: Iterable[tuple[str, Mapping[str, Any]]], *, written: 
     Raises:
         SpecError: A document is of no kind that a report shows, was written by another version, or lacks a part.
     """
-    named = _with_distinct_names([each for file, document in documents for each in _single(file, document)])
+    named = _with_distinct_names([pair for file, document in documents for pair in _single(file, document)])
     predictions = [document for _, document in named if document["kind"] == "prediction"]
     if len(predictions) > 1:
         file = next(file for file, document in named if document["kind"] == "prediction")

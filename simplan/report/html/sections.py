@@ -273,10 +273,10 @@ def sweep_section(document: Document) -> str:
         parts.append(bars(values, f"{title[:1].upper()}{title[1:]}, by {document['axis']}"))
     refused = [[number_text(point["value"]), point["refused"]] for point in points if point["step_time_s"] is None]
     parts.append(table([document["axis"], "why there is no prediction"], refused))
-    changes = [[each["resource"], f"{100 * each['step_time_change']:+.3f} %"] for each in document["sensitivity"]]
+    changes = [[rate["resource"], f"{100 * rate['step_time_change']:+.3f} %"] for rate in document["sensitivity"]]
     parts.append(table(["1 % more", "step time"], changes, "Sensitivity"))
     slow = document["slow_ranks"]
-    slow_rows = [[each["ranks"], f"{100 * each['step_time_change']:+.1f} %"] for each in slow["ranks"]]
+    slow_rows = [[delay["ranks"], f"{100 * delay['step_time_change']:+.1f} %"] for delay in slow["ranks"]]
     columns = [f"one of these ranks takes {format_percent(slow['slowdown'])} more compute time", "step time"]
     parts.append(table(columns, slow_rows, "Slow rank"))
     return "".join(parts)
