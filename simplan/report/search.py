@@ -138,7 +138,7 @@ def switch_text(switch: PlanSwitch, reason: str = "") -> str:
         return f"T{switch.current_words[1:]} is the best one"
     change = switch.step_time_change
     fraction, pairs = switch.right_order
-    has_options = any(change.key.startswith("software.") for change in switch.changes)
+    has_options = any(setting.key.startswith("software.") for setting in switch.changes)
     of_plans = "; they differ in the plan alone, not in software" if has_options else ""
     faster = f"{abs(change):.1%} {'less' if change < 0 else 'more'}".replace("%", " %")
     low, high = (" to ".join(map(format_time, plan.step_time_interval_s)) for plan in (before, after))
@@ -151,9 +151,9 @@ def switch_text(switch: PlanSwitch, reason: str = "") -> str:
         f"  certainty    of {pairs} published pairs of plans predicted so far apart, "
         f"{100 * fraction:.0f} % were measured in this order{of_plans}",
     ]
-    for number, change in enumerate(switch.changes):
-        place = f"  (line {change.line})" if change.line is not None else ""
-        lines.append(f"  {'' if number else 'change':11}  {change_words(change)}{place}")
+    for number, setting in enumerate(switch.changes):
+        place = f"  (line {setting.line})" if setting.line is not None else ""
+        lines.append(f"  {'' if number else 'change':11}  {change_words(setting)}{place}")
     lines += [f"  {'' if number else 'cost':11}  {cost}" for number, cost in enumerate(switch.costs)]
     return "\n".join(lines)
 

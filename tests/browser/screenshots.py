@@ -18,7 +18,8 @@ LOOKS: dict[str, dict[str, Any]] = {
     "dark": {"viewport": {"width": 1440, "height": 1250}, "color_scheme": "dark"},
     "phone": {"viewport": {"width": 390, "height": 1250}, "color_scheme": "light", "has_touch": True},
 }
-DOCUMENTED = ("plan", "search", "timeline", "network")
+DOCUMENTED = {"plan": 1220, "search": 1250, "timeline": 1190, "network": 1500}
+"""Height of the pictures that the documentation shows, by page."""
 PIPELINE = "model.preset=gpt2-1.5b&cluster.preset=dgx-h100&cluster.num_devices=8&training.global_batch_size=64"
 PIPELINE += "&software=torch&plan.pp=4&plan.dp_replicate=2"
 CONTENDED = "model.preset=llama3-8b&cluster.preset=dgx-h100&cluster.num_nodes=8"
@@ -35,6 +36,8 @@ def main(folder: Path, *, every: bool = False) -> None:
             tab = chromium.new_context(**context).new_page()
             tab.set_default_timeout(240_000)
             for name in PAGES if every else DOCUMENTED:
+                if not every:
+                    tab.set_viewport_size({"width": 1440, "height": DOCUMENTED[name]})
                 _show(tab, url, name)
                 if look == "phone":
                     _close_sidebar(tab)
