@@ -195,7 +195,7 @@ class _Frame:
                 width = _LETTER_PX * len(words)
                 sides = [left for left in (x + 6, x - 6 - width) if left + width < CHART_WIDTH - 4]
                 corners = [(left, base) for base in (y - 7, y + 16) for left in sides]
-                left, base = min(corners, key=lambda corner: _num_inside(covered, *corner, width))
+                left, base = min(corners, key=lambda corner: _num_inside(covered, corner, width))
                 covered += [(left + share * width, base - 5) for share in (0.0, 0.5, 1.0)] * _LABEL_WEIGHT
                 yield text(left, base, words, size=_SIZE, colour=colour)
 
@@ -211,8 +211,9 @@ def _along(start: _Point, end: _Point) -> Iterable[_Point]:
         yield start[0] + (end[0] - start[0]) * share, start[1] + (end[1] - start[1]) * share
 
 
-def _num_inside(points: Iterable[_Point], left: float, base: float, width: float) -> int:
+def _num_inside(points: Iterable[_Point], start: _Point, width: float) -> int:
     """Number of points that a text covers, whose base line begins at a point."""
+    left, base = start
     return sum(left - 2 <= x <= left + width + 2 and base - _SIZE <= y <= base + 2 for x, y in points)
 
 
