@@ -12,7 +12,7 @@ help:
 	@echo "make test      lint, types, the tests that are not slow, and the checked scenarios"
 	@echo "make test-all  the same with the slow tests"
 	@echo "make test-browser  the dashboard in a real browser (installs playwright; uses chromium of the system, or its own)"
-	@echo "make screenshots   docs/screenshots: every page in light, dark and on a phone"
+	@echo "make screenshots   docs/screenshots: pages of the dashboard, as the documentation shows them"
 	@echo "make outputs   the outputs that pages of the documentation show (half an hour)"
 	@echo "make accuracy-gate   accuracy on published runs against benchmarks/accuracy.json (two minutes)"
 	@echo "make release-check   build sdist and wheel, and use them in clean environments of each Python here (ten minutes)"

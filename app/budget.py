@@ -56,7 +56,7 @@ def with_length(document: Document, value: float | None, path: tuple[str, str]) 
 
 def price_of(document: Document) -> Any:
     """Price of one device for one hour, as the scenario writes it; None for none."""
-    return next((found for name, key in _PRICES if (found := section(document, name).get(key)) is not None), None)
+    return next((price for name, key in _PRICES if (price := section(document, name).get(key)) is not None), None)
 
 
 def with_price(document: Document, value: float | None) -> Document:

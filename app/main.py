@@ -45,9 +45,14 @@ div[data-testid="stMetricValue"] { font-variant-numeric: tabular-nums; }
   fill: light-dark(#4f5a66, #b3bcc6) !important; }
 [data-testid=stBaseButton-primary]:not(:disabled), [data-testid=stBaseButton-primary]:not(:disabled) *,
 [data-tag], [data-tag] * { color: light-dark(#ffffff, #12171d) !important; }
-@media (max-width: 640px) { .block-container { padding-left: 0.8rem; padding-right: 0.8rem; } }
+@media (max-width: 640px) {
+  .block-container { padding-left: 0.8rem; padding-right: 0.8rem; }
+  [data-testid=stColumn]:has(> [data-testid=stVerticalBlock] > :only-child [data-testid=stMetric]) {
+    min-width: calc(50% - 0.5rem); }  /* two metrics in a row */
+}
 [class*=st-key-drawing] { overflow-x: auto; }
-[class*=st-key-drawing] img { min-width: 640px; max-width: max(100%, 640px) !important; }  /* legible on a phone */
+[class*=st-key-drawing] > [data-testid=stElementContainer] { flex: none; height: auto; }
+[class*=st-key-drawing] iframe { display: block; width: max(100%, 960px); height: auto; }  /* legible on a phone */
 /* Without a pointer, the buttons of a table are always there: above the table, in an element that grows with them. */
 @media (hover: none) { [data-testid=stElementContainer]:has([data-testid=stDataFrame]) {
   padding-top: 2.2rem; box-sizing: content-box; } }

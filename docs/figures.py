@@ -59,13 +59,13 @@ def snippets(text: str) -> Iterator[Snippet]:
 
 def yaml_files(text: str) -> dict[str, str]:
     """YAML blocks whose first line names a file, by that name."""
-    named = (re.match(r"# (\S+\.yaml)\n", one.text) for one in snippets(text) if one.language == "yaml")
+    named = (re.match(r"# (\S+\.yaml)\n", snippet.text) for snippet in snippets(text) if snippet.language == "yaml")
     return {match.group(1): match.string for match in named if match}
 
 
 def figures_of(text: str) -> dict[str, str]:
     """SVG of every figure of a page by its file name; from the cache where nothing has changed."""
-    return {one.figure[0]: _figure(one, yaml_files(text)) for one in snippets(text) if one.figure[0]}
+    return {snippet.figure[0]: _figure(snippet, yaml_files(text)) for snippet in snippets(text) if snippet.figure[0]}
 
 
 def _figure(snippet: Snippet, files: dict[str, str]) -> str:
@@ -81,11 +81,11 @@ def _figure(snippet: Snippet, files: dict[str, str]) -> str:
 @cache
 def _program() -> str:
     """Hash of every file of simplan that a figure may depend on."""
-    found = sha256()
+    digest = sha256()
     for path in sorted((ROOT / "simplan").rglob("*")):
         if path.suffix in (".py", ".yaml", ".json", ".csv"):
-            found.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
-    return found.hexdigest()
+            digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def draw(snippet: Snippet, files: dict[str, str]) -> str:
@@ -127,11 +127,11 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Shows each figure above its block, and drops checks; mkdocs calls it."""
-    for one in snippets(markdown):
-        name, words = one.figure
+    for snippet in snippets(markdown):
+        name, words = snippet.figure
         if name:
             stem = Path(name).stem
             images = f"![{words}]({stem}.svg#only-light)\n![{words}]({stem}-dark.svg#only-dark)"
             shown = f'<div class="drawing" markdown>\n{images}\n</div>\n'
-            markdown = markdown.replace(f"<!-- {one.note} -->\n", shown, 1)
+            markdown = markdown.replace(f"<!-- {snippet.note} -->\n", shown, 1)
     return re.sub(r"<!-- check\n.*?-->\n?", "", markdown, flags=re.DOTALL)

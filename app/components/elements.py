@@ -28,6 +28,12 @@ _TYPES = {
     "html": "text/html",
 }
 _SAME = 0.0005
+_SIZE = re.compile(r'width="([\d.]+)" height="([\d.]+)"')
+_FRAME = (
+    "<!doctype html><meta http-equiv=Content-Security-Policy content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+    "<style>body { margin: 0 } svg { display: block; width: 100%; height: auto }</style>"
+)
+"""What is before a drawing in a frame: no script runs there, whatever a name contains."""
 
 
 @cache
@@ -134,15 +140,21 @@ def show_figure(
 
 
 def show_drawing(name: str, svg: str, *, alt: str) -> None:
-    """A drawing of simplan's reports, in its size: a phone scrolls it.
+    """A drawing of simplan's reports with its tooltips, in its size: a phone scrolls it.
+
+    An ``img`` has no tooltips, and ``st.html`` removes drawings; a frame does not take their size.
 
     Args:
         name: Name of the drawing, unique on the page.
         svg: The drawing.
         alt: Alternative text for screen readers.
     """
-    with st.container(key=f"drawing-{name}"):
-        st.image(svg, alt=alt)
+    width, height = _SIZE.search(svg).groups()  # type: ignore[union-attr]  # every drawing has a size
+    key = f"drawing-{name}"
+    frame = f".st-key-{key} iframe {{ max-width: {width}px; aspect-ratio: {width} / {height}; }}"
+    st.html(f"<style>{frame}</style>")
+    with st.container(key=key):
+        st.iframe(f"{_FRAME}{svg}", height=int(float(height)), tab_index=-1, alt=alt)
 
 
 def point_value(key: str) -> Any:

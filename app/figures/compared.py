@@ -19,12 +19,12 @@ from app.figures.style import (
     figure,
     scatter,
     stack,
-    time_unit,
 )
 from app.predictions import Headline, headline_of_prediction
 from simplan.errors import SpecError
 from simplan.explain import DifferenceRow
 from simplan.program.program import MemoryCategory
+from simplan.report.drawings.drawing import time_unit
 from simplan.report.text import split_parts
 from simplan.units import GIB, format_bytes, format_time
 

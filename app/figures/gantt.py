@@ -21,11 +21,10 @@ from app.figures.style import (
     figure,
     numbered,
     scatter,
-    time_unit,
 )
 from app.figures.timeline import MemoryCurve, TimelineBox, TimelineResult
 from simplan.program.action import ActionKind
-from simplan.report.drawings.drawing import WORDS
+from simplan.report.drawings.drawing import WORDS, box_facts, labels, time_unit
 from simplan.report.drawings.drawing_svg import fill_of
 from simplan.report.drawings.svg import ink_on
 from simplan.units import GIB, format_bytes, format_time
@@ -149,22 +148,22 @@ def _boxes(result: TimelineResult, unit_s: float, legend: set[str], *, texts: bo
     by_look: dict[tuple[int, bool, str], list[tuple[int, TimelineBox]]] = {}
     for row, lane in enumerate(result.lanes):
         for box in lane.compute:
-            fill = fill_of(box.kind, lane.stages.index(box.stage), len(lane.stages))
-            by_look.setdefault((_ORDER[box.kind], box.recompute_s > 0, fill), []).append((row, box))
+            kind, stage = box.action.kind, box.action.stage
+            fill = fill_of(kind, lane.stages.index(stage), len(lane.stages))
+            by_look.setdefault((_ORDER[kind], box.recompute_s > 0, fill), []).append((row, box))
     several = any(len(lane.stages) > 1 for lane in result.lanes)
 
     def trace(name: str, boxes: Sequence[tuple[float, TimelineBox]], fill: str, **look: Any) -> dict[str, Any]:
-        spans = [(row, box.start_s / unit_s, box.end_s / unit_s) for row, box in boxes]
-        boxes_of_name = boxes_trace(name, spans, [_hover(box) for _, box in boxes], fill, **look)
-        boxes_of_name |= {"legendgroup": name, "showlegend": name not in legend}
+        is_first = name not in legend
         legend.add(name)
-        return boxes_of_name
+        return _boxes_trace(name, boxes, unit_s, fill, **look) | {"legendgroup": name, "showlegend": is_first}
 
     for (_, recomputes, fill), boxes in sorted(by_look.items(), key=lambda item: item[0][:2]):
-        kind = boxes[0][1].kind
+        kind = boxes[0][1].action.kind
         name = WORDS.get(kind, str(kind)) + (", recomputing" if recomputes else "")
         words = [_text(box, several=several) if texts else "" for _, box in boxes]
-        drawn = trace(name, boxes, fill, width=_LANE, **text_inside(words, fill))
+        look = {"text": words, "textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
+        drawn = trace(name, boxes, fill, width=_LANE, insidetextfont={"color": ink_on(fill), "size": 11}, **look)
         if recomputes:
             drawn["marker"]["pattern"] = _HATCH | {"bgcolor": fill}
         yield drawn
@@ -173,10 +172,10 @@ def _boxes(result: TimelineResult, unit_s: float, legend: set[str], *, texts: bo
         yield trace("communication", communications, COMMUNICATION, width=_THIN, outline=0, opacity=0.85)
 
 
-def boxes_trace(
+def _boxes_trace(
     name: str,
-    spans: Sequence[tuple[float, float, float]],
-    tooltips: Sequence[str],
+    boxes: Sequence[tuple[float, TimelineBox]],
+    unit_s: float,
     fill: str,
     *,
     width: float,
@@ -187,8 +186,8 @@ def boxes_trace(
 
     Args:
         name: Name in the legend.
-        spans: Row, start and end of each box.
-        tooltips: Tooltip of each box.
+        boxes: Row of each box, and the box.
+        unit_s: Unit of the time axis in seconds.
         fill: Color of the boxes.
         width: Height of the boxes, as a part of a row.
         outline: Width of the outline in pixels.
@@ -197,46 +196,32 @@ def boxes_trace(
     return bar(
         name=name,
         orientation="h",
-        y=[row for row, _, _ in spans],
-        base=[start for _, start, _ in spans],
-        x=[end - start for _, start, end in spans],
+        y=[row for row, _ in boxes],
+        base=[box.start_s / unit_s for _, box in boxes],
+        x=[box.duration_s / unit_s for _, box in boxes],
         width=width,
         offset=-width / 2,
         marker={"color": fill, "line": {"width": outline, "color": "rgba(120,128,140,0.55)"}},
-        customdata=list(tooltips),
+        customdata=[_hover(box) for _, box in boxes],
         hovertemplate="%{customdata}<extra></extra>",
         **look,
     )
 
 
-def text_inside(words: Sequence[str], fill: str) -> dict[str, Any]:
-    """Look of boxes with words inside, which are left out where a box is too small."""
-    font = {"color": ink_on(fill), "size": 11}
-    place = {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
-    return {"text": list(words), "insidetextfont": font, **place}
-
-
 def _text(box: TimelineBox, *, several: bool) -> str:
-    if box.num_merged > 1:
-        return ""
-    if box.microbatch is None:
-        return str(box.kind) if len(str(box.kind)) <= 2 else ""
-    return f"{box.stage if several else ''}{box.kind}{box.microbatch}"
+    return "" if box.num_merged > 1 or box.action.microbatch is None else labels(box, several)[0]
 
 
 def _hover(box: TimelineBox) -> str:
-    length_s = box.end_s - box.start_s
     if box.num_merged > 1:
         lines = [
             f"<b>{box.num_merged:,} boxes drawn as one</b>",
             box.label,
-            f"from {format_time(box.start_s)} for {format_time(length_s)}, {format_time(box.busy_s)} in sum",
+            f"from {format_time(box.start_s)} for {format_time(box.duration_s)}, {format_time(box.busy_s)} in sum",
         ]
     else:
-        of = f"microbatch {box.microbatch}, stage {box.stage}" if box.microbatch is not None else f"stage {box.stage}"
-        lines = [f"<b>{box.label}</b>  {of}", f"starts at {format_time(box.start_s)}, takes {format_time(length_s)}"]
-    if box.recompute_s:
-        lines.append(f"{format_time(box.recompute_s)} of it recomputing")
+        of, *times = box_facts(box)
+        lines = [f"<b>{box.label}</b>  {of}", *times]
     if box.waited_s:
         lines.append(f"waited {format_time(box.waited_s)} for {box.waited_for}")
     if box.num_bytes:

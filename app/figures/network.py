@@ -22,7 +22,6 @@ from app.figures.style import (
     empty,
     figure,
     labeled_bars,
-    time_unit,
     upright,
 )
 from app.fitting import document_text
@@ -38,6 +37,7 @@ from simplan.plan.hostfile import nodes_of
 from simplan.plan.placement import DEFAULT_ORDER, axes_of
 from simplan.plan.plan import ParallelPlan
 from simplan.predict.step_summary import summarize_step
+from simplan.report.drawings.drawing import time_unit
 from simplan.report.drawings.fabric_drawing import FabricDrawing, draw_fabric, kind_of
 from simplan.report.drawings.fabric_svg import fabric_svg
 from simplan.report.drawings.link_load import LoadRow, draw_link_load, load_color, short_link_name

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from app.figures.style import CAPACITY, MEMORY, MUTED, SPLIT, Figure, across, bar, figure, scatter, stack, time_unit
+from app.figures.style import CAPACITY, MEMORY, MUTED, SPLIT, Figure, across, bar, figure, scatter, stack
 from app.predictions import predicted_step
 from simplan.explain.term import exposed_s
 from simplan.job import Job
@@ -17,6 +17,7 @@ from simplan.predict import Simulated
 from simplan.prediction import Prediction, RankMemory
 from simplan.program.program import Communication, Program, Stream, Work
 from simplan.program.timeline import Timeline
+from simplan.report.drawings.drawing import time_unit
 from simplan.report.table import format_ranks
 from simplan.report.text import split_parts
 from simplan.units import GIB, format_bytes, format_percent, format_time

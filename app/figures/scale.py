@@ -14,7 +14,7 @@ from app.figures.style import MUTED, PLANS, Figure, across, bar, empty, figure, 
 from app.predictions import predicted_step
 from simplan.cluster.hardware import LinkSpec
 from simplan.errors import NotModelledError, Problem, SpecError
-from simplan.explain.ways_map import WaysMap, ticks_of, ways_map
+from simplan.explain.ways_map import WaysMap, ways_map
 from simplan.job import Job
 from simplan.predict import Resource, Simulated, marginal_values
 from simplan.predict.sensitivity import MarginalValue, improved
@@ -22,13 +22,12 @@ from simplan.predict.step_summary import StepSummary, summarize_step
 from simplan.predict.sweep import data_parallel_changes
 from simplan.prediction import Prediction, training_run
 from simplan.program.program import Stream
-from simplan.report.drawings.accuracy_svg import COLOURS
 from simplan.report.search import RESOURCES
 from simplan.report.table import format_ranks
 from simplan.report.text import plan_words
 from simplan.scenario import Scenario, parse_scenario
 from simplan.sim.compiled import compile_program
-from simplan.units import GIB, format_number, format_rate, format_time
+from simplan.units import GIB, format_number
 
 _RESOURCES = {**RESOURCES, "compute": RESOURCES["flop_per_s"]}
 _MAX_BAR_WIDTH = 0.12  # fraction of the axis, for a few bars
@@ -292,11 +291,13 @@ def scale_document(
         "rate": f"{unit} per second, all devices",
         "points": shown,
         "sensitivity": [
-            {"resource": _RESOURCES[one.resource], "step_time_change": one.relative_change} for one in worths
+            {"resource": _RESOURCES[gain.resource], "step_time_change": gain.relative_change} for gain in worths
         ],
         "slow_ranks": {
             "slowdown": slower,
-            "ranks": [{"ranks": format_ranks(one.ranks), "step_time_change": one.relative_change} for one in ranks],
+            "ranks": [
+                {"ranks": format_ranks(delay.ranks), "step_time_change": delay.relative_change} for delay in ranks
+            ],
         },
     }
 
@@ -426,26 +427,3 @@ def predicted_ways(text: str) -> WaysMap:
     """
     scenario = parse_scenario(text)
     return ways_map(scenario.job, scenario.name)
-
-
-def ways_figure(ways: WaysMap) -> Figure:
-    """One line per way over the bandwidth; both axes are logarithmic."""
-    traces = [
-        scatter(
-            x=list(ways.bytes_per_s),
-            y=list(curve.step_times_s),
-            mode="lines+markers",
-            name=curve.name,
-            line={"color": COLOURS[number % len(COLOURS)], "width": 2},
-            customdata=[
-                [format_time(seconds), format_rate(rate)]
-                for seconds, rate in zip(curve.step_times_s, ways.bytes_per_s, strict=True)
-            ],
-            hovertemplate=f"{curve.name}: %{{customdata[0]}} a step at %{{customdata[1]}}<extra></extra>",
-        )
-        for number, curve in enumerate(ways.drawn)
-    ]
-    ticks = ticks_of(ways.bytes_per_s[0], ways.bytes_per_s[-1])
-    xaxis = {"type": "log", "title": f"{ways.link} per device", "tickvals": ticks}
-    yaxis = {"type": "log", "title": "step time, s", "dtick": "D2"}
-    return figure(traces, height=440, xaxis={**xaxis, "ticktext": [format_rate(rate) for rate in ticks]}, yaxis=yaxis)

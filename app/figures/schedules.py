@@ -6,19 +6,15 @@ Times have any unit, which is written as one second in the records of ``simplan 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from app.figures.gantt import boxes_trace, text_inside
-from app.figures.style import MUTED, Figure, figure, upright
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.program.action import ActionKind
 from simplan.program.schedules import SCHEDULES, PipelineShape
 from simplan.program.schedules.shape import StageTimes, action_ends_s
-from simplan.report.drawings.drawing import WORDS, Box, labels
-from simplan.report.drawings.drawing_svg import fill_of
+from simplan.report.drawings.drawing import Box, DrawnRank, PipelineDrawing
 
-_ROW_PX, _AROUND_PX = 42, 100
 _MAX_INSTANTS = 120
 _CLOSE = 1e-6  # units; instants and ends are rounded
 
@@ -115,52 +111,13 @@ def schedule_timeline(
     return ScheduleTimeline(name, num_microbatches, stages, stage_times, rows)
 
 
-def schedule_figure(drawn: ScheduleTimeline, until: float) -> Figure:
-    """The schedule up to a time, one row per rank, with the number of microbatches in flight next to it."""
-    several = drawn.virtual_stages > 1
-    groups: dict[tuple[ActionKind, int], list[tuple[int, Box]]] = {}
+def schedule_drawing(drawn: ScheduleTimeline, until: float) -> PipelineDrawing:
+    """The schedule up to a time, for ``drawing_svg``; idle fractions are those of the whole schedule."""
+    rows = []
     for rank, row in enumerate(drawn.rows):
-        stages = sorted({box.action.stage for box in row})
-        for box in row:
-            if box.start_s < until:
-                groups.setdefault((box.action.kind, stages.index(box.action.stage)), []).append((rank, box))
-    order = [*ActionKind]
-    traces = []
-    for kind, place in sorted(groups, key=lambda group: (order.index(group[0]), group[1])):
-        boxes = groups[kind, place]
-        fill = fill_of(kind, place, drawn.virtual_stages)
-        trace = boxes_trace(
-            WORDS[kind] + (f", stage {place + 1} of a rank" if several else ""),
-            [(rank, box.start_s, min(box.end_s, until)) for rank, box in boxes],
-            [f"<b>{box.action}</b><br>from {box.start_s:g} to {box.end_s:g}" for _, box in boxes],
-            fill,
-            width=0.78,
-            **text_inside([labels(box, several)[0] for _, box in boxes], fill),
-        )
-        traces.append(trace)
-    at_right = {"x": 1.005, "xref": "paper", "xanchor": "left", "yref": "y", "showarrow": False, "font": {"size": 11}}
-    notes = [
-        at_right | {"y": rank, "text": f"{drawn.in_flight(rank, until):g} in flight, max {most:g}"}
-        for rank, most in enumerate(drawn.most_in_flight)
-    ]
-    return figure(
-        traces,
-        height=_AROUND_PX + _ROW_PX * drawn.num_ranks,
-        barmode="overlay",
-        bargap=0,
-        uniformtext={"minsize": 8, "mode": "hide"},
-        margin={"t": 40, "r": 110},
-        annotations=notes,
-        shapes=[upright(until, {"color": MUTED, "width": 1.5})],
-        xaxis={"title": "time, units", "range": [0, drawn.length * 1.002], "showgrid": True},
-        yaxis={
-            "tickvals": list(range(drawn.num_ranks)),
-            "ticktext": [f"rank {rank}" for rank in range(drawn.num_ranks)],
-            "range": [drawn.num_ranks - 0.5, -0.5],
-            "showgrid": False,
-            "fixedrange": True,
-        },
-    )
+        boxes = tuple(replace(box, end_s=min(box.end_s, until)) for box in row if box.start_s < until)
+        rows.append(DrawnRank(rank, boxes, 1.0 - sum(box.duration_s for box in row) / drawn.length))
+    return PipelineDrawing(drawn.name, drawn.length, 1, tuple(rows), unit="units")
 
 
 def why_bubble(drawn: ScheduleTimeline) -> str:

@@ -9,35 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from simplan.explain.charts import STEP_PARTS
 from simplan.program.program import MemoryCategory
+from simplan.report.drawings.svg import PART_COLOURS
 
 MEMORY: Mapping[MemoryCategory, str] = {
-    MemoryCategory.PARAMETERS: "#4ea5b7",  # four colors as in the Ultra-Scale Playbook
-    MemoryCategory.GRADIENTS: "#e889ab",
-    MemoryCategory.OPTIMIZER: "#cec0fa",
-    MemoryCategory.ACTIVATIONS: "#e38a42",
-    MemoryCategory.GATHERED: "#2f6f86",
-    MemoryCategory.BUFFERS: "#7a1f4b",
-    MemoryCategory.LOGITS: "#f2c14e",
-    MemoryCategory.WORKSPACE: "#565f6a",
-    MemoryCategory.CONTEXT: "#d9dde2",
+    category: PART_COLOURS[words]
+    for category in MemoryCategory
+    if (words := str(category).replace("_", " ")) in PART_COLOURS
 }
 """Memory categories on a device, in the order of the stack."""
 
-COMMUNICATION = "#8c7aa9"
-
-SPLIT: Mapping[str, str] = {
-    "compute": "#3b7dd8",
-    "recompute": "#9cc2f0",
-    "exposed communication": COMMUNICATION,
-    "wait": "#d5d9df",
-    "host": "#c8a24a",
-    "optimizer": "#565d66",
-}
+SPLIT: Mapping[str, str] = {part: PART_COLOURS[part] for part in STEP_PARTS}
 """Parts of a rank's step."""
 
-PARTS: Mapping[str, str] = {**{str(category).replace("_", " "): color for category, color in MEMORY.items()}, **SPLIT}
-"""Colors of the parts of stacked bars, by their words."""
+COMMUNICATION = SPLIT["exposed communication"]
 
 PLANS = ("#3b7dd8", "#e5892b", "#3fc9b8", "#c2548a", "#a79bc9", "#4a525c")
 """One after the other, for things of one kind: plans, sources, schedules."""
@@ -147,7 +133,8 @@ def stack(
             name=part,
             **{place: list(names), length: list(lengths)},
             **({"orientation": "h"} if horizontal else {}),
-            marker={"color": PARTS.get(part, MUTED), "line": {"width": 0}} | ({} if part in PARTS else _HATCHED),
+            marker={"color": PART_COLOURS.get(part, MUTED), "line": {"width": 0}}
+            | ({} if part in PART_COLOURS else _HATCHED),
             customdata=[[tooltip] for tooltip in tooltips[part]],
             hovertemplate=f"<b>{part}</b> %{{customdata[0]}}<extra>%{{{place}}}</extra>",
         )
@@ -190,11 +177,6 @@ def labeled_bars(
     axis = {"title": title, "range": [0, room * max(lengths)]}
     defaults: dict[str, Any] = {"height": 80 + 32 * len(names), "bargap": 0.3, "xaxis": axis, "yaxis": CATEGORIES}
     return figure([bars], **(defaults | layout))
-
-
-def time_unit(seconds: float) -> tuple[str, float]:
-    """Unit of a time axis, and the unit in seconds."""
-    return ("s", 1.0) if seconds >= 1.0 else ("ms", 1e-3)
 
 
 def numbered(name: str, number: int) -> str:

@@ -15,9 +15,9 @@ from app.predictions import predicted_step
 from simplan.plan.plan import RankMapping
 from simplan.predict import Simulated
 from simplan.prediction import RankMemory
-from simplan.program.action import ActionKind
 from simplan.program.program import STREAMS, MemoryCategory, Op, Program, Stream, Work, gc_paused
 from simplan.program.timeline import SpanKind
+from simplan.report.drawings.drawing import Box
 from simplan.sim.memory import memory_curve
 from simplan.units import format_time
 
@@ -32,31 +32,21 @@ _SAME = 1e-9  # fraction of the step below which two times count as equal
 
 
 @dataclass(frozen=True, slots=True)
-class TimelineBox:
-    """Box of the timeline: an action, layer or communication on a stream.
+class TimelineBox(Box):
+    """Box of an action, layer or communication on a stream.
 
     Attributes:
-        kind: Action kind.
         label: Action in torch's notation, e.g. ``0F1``; name of a communication or layer.
-        stage: Stage of the action.
-        microbatch: Microbatch; None for work done once per step.
-        start_s, end_s: Seconds from the start of the step.
-        recompute_s: Seconds of the box that recompute forward.
         waited_s: Idle time of the stream before the box, in seconds.
         waited_for: Operation whose end started the box; empty without a wait.
         num_bytes: Bytes moved.
         formula: Largest cost terms, with numbers.
-        num_merged: Number of boxes that are drawn as this one. Kind and stage are those of most of its time.
+        num_merged: Number of boxes that are drawn as this one. Kind and stage are those of most of its time; it has a
+            microbatch if all have the same.
         busy_s: Sum of the times of the merged boxes, in seconds.
     """
 
-    kind: ActionKind
-    label: str
-    stage: int
-    microbatch: int | None
-    start_s: float
-    end_s: float
-    recompute_s: float = 0.0
+    label: str = ""
     waited_s: float = 0.0
     waited_for: str = ""
     num_bytes: int = 0
@@ -171,12 +161,12 @@ def timeline_result(
     computes = [_pieces(step, rank, on_compute=True, by_action=not layers) for rank in ranks]
     communications = [_pieces(step, rank, on_compute=False, by_action=False) for rank in ranks]
     columns = simulated.program.columns
-    stages = [tuple(np.unique(columns.stage[[piece.ops[0] for piece in one]]).tolist()) for one in computes]
+    stages = [tuple(np.unique(columns.stage[[piece.ops[0] for piece in pieces]]).tolist()) for pieces in computes]
     for compute, communication in zip(computes, communications, strict=True):
         _add_waits(compute, communication, step, step_s)
     computes = [_inside(pieces, start_s, end_s) for pieces in computes]
     communications = [_inside(pieces, start_s, end_s) for pieces in communications]
-    num_computes, num_moves = (sum(map(len, one)) for one in (computes, communications))
+    num_computes, num_moves = (sum(map(len, lanes)) for lanes in (computes, communications))
     num_boxes, window_s = num_computes + num_moves, end_s - start_s
     most_moves = max(int(MAX_BOXES * _COMMUNICATION_SHARE), MAX_BOXES - num_computes)
     moved, moved_below_s = _merged(communications, most_moves, window_s)
@@ -190,7 +180,7 @@ def timeline_result(
         )
         for number, rank in enumerate(ranks)
     )
-    memory = {one.rank: one for one in prediction.memory}
+    memory = {of_rank.rank: of_rank for of_rank in prediction.memory}
     curves = tuple(_memory(simulated, memory[rank]) for rank in ranks)
     return TimelineResult(
         name=prediction.name,
@@ -344,10 +334,8 @@ def _box(step: _Step, group: Sequence[_Piece], *, layers: bool = False, communic
         labels = [_label(ops[piece.ops[0]], named=layers) for piece in (group[0], group[-1])]
         label = labels[0] if len(group) == 1 else f"{labels[0]} to {labels[1]}"
     return TimelineBox(
-        kind=longest.action.kind,
+        action=longest.action._replace(microbatch=microbatch if microbatch >= 0 else None),
         label=label,
-        stage=longest.action.stage,
-        microbatch=microbatch if microbatch >= 0 else None,
         start_s=group[0].start_s,
         end_s=max(piece.end_s for piece in group),
         recompute_s=0.0 if communication else float(step.recompute_s[indices].sum()),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from inspect import getdoc
 from typing import Any
@@ -10,11 +10,10 @@ from typing import Any
 import streamlit as st
 
 from app import state
-from app.components.elements import csv_text, download, show_figure, show_table
+from app.components.elements import csv_text, download, show_drawing, show_figure, show_table
 from app.fields import remembered_choice, remembered_number
 from app.figures.compared import compared_plans, memory_stacks, plan_numbers, step_stacks
-from app.figures.gantt import label_words
-from app.figures.schedules import ScheduleTimeline, schedule_figure, schedule_timeline, why_bubble
+from app.figures.schedules import ScheduleTimeline, schedule_drawing, schedule_timeline, why_bubble
 from app.fitting import document_text
 from app.lessons import LESSONS, Knob, numbers_of, sentences_of
 from app.page import bullets, escaped, run_page
@@ -23,6 +22,7 @@ from simplan import catalog
 from simplan.cli.terminal.definitions import definitions
 from simplan.plan.schedules import REFUSED_SCHEDULES, SCHEDULE_FACTS
 from simplan.program.schedules import SCHEDULES
+from simplan.report.drawings.drawing_svg import drawing_svg
 from simplan.units import format_percent
 
 _MAX_TIME = 10.0
@@ -155,16 +155,18 @@ def _show_schedules() -> None:
         format_func="{:g}".format,
         help="The schedule up to this time; arrow keys step through it",
     )
-    show_figure(schedule_figure(drawn, until), f"{name} schedule", alt=f"The schedule {name} on {ranks} ranks")
+    alt = f"The schedule {name} on {ranks} ranks"
+    show_drawing("schedule", drawing_svg(schedule_drawing(drawn, until)), alt=alt)
     bubble = SCHEDULE_FACTS[name].bubble if name != "interleaved_1f1b" or microbatches % ranks == 0 else None
     closed = None if bubble is None else bubble.formula
     formula = f" Closed form {closed}." if closed and not drawn.times.send_s else ""
     v = drawn.virtual_stages
-    of_stages, in_flight = (f", each stage 1/{v}", f": in one of {v} stages, one counts 1/{v}") if v > 1 else ("", "")
+    of_stages, in_flight = (f", each stage 1/{v}", f" (in one of {v} stages, one counts 1/{v})") if v > 1 else ("", "")
     st.caption(
         f"Bubble fraction {format_percent(drawn.bubble_fraction)} of {drawn.length:g} units.{formula} All ranks take "
-        f"the times above{of_stages}; predictions use actual times. White space is the bubble; the number next to each "
-        f"rank is its microbatches in flight{in_flight}. {label_words(several=v > 1)}."
+        f"the times above{of_stages}; predictions use actual times. Microbatches in flight at {until:g}, by rank"
+        f"{in_flight}: {_numbers(drawn.in_flight(rank, until) for rank in range(ranks))}; the most: "
+        f"{_numbers(drawn.most_in_flight)}."
     )
     rows = [
         {"rank": rank, "action": str(box.action), "start": box.start_s, "end": box.end_s}
@@ -172,6 +174,10 @@ def _show_schedules() -> None:
         for box in row
     ]
     download("Table", f"{name} lesson", "csv", csv_text(rows), about="Actions with start and end")
+
+
+def _numbers(values: Iterable[float]) -> str:
+    return ", ".join(f"{value:g}" for value in values)
 
 
 def _choose_times() -> tuple[float, float, float, float]:
@@ -228,7 +234,7 @@ def _show_missing() -> None:
 
 
 _TOPICS: Mapping[str, tuple[str, Callable[[], None]]] = {
-    **{name: (one.title, partial(_show_lesson, name)) for name, one in LESSONS.items()},
+    **{name: (lesson.title, partial(_show_lesson, name)) for name, lesson in LESSONS.items()},
     "schedules": ("Schedules", _show_schedules),
     "definitions": ("Definitions", _show_definitions),
     "missing": ("Not modeled", _show_missing),

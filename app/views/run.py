@@ -15,21 +15,20 @@ from app.components.elements import (
     file_name,
     meaning,
     show_drawing,
-    show_figure,
     show_metrics,
     show_table,
 )
 from app.components.run_form import show_run_form, started
 from app.components.scenario_form import show_scenario_form
 from app.fields import remembered_number
-from app.figures.run_timeline import COLUMNS, run_timeline_figure
 from app.fitting import document_text
 from app.page import bullets, escaped, run_page
 from app.predictions import goodput_document, simulated_run, simulated_run_trace
 from app.result_cache import awaited, handed_over
 from simplan.io import json_text
 from simplan.report.drawings.goodput_svg import goodput_svg
-from simplan.report.drawings.run_timeline import notes, subheading
+from simplan.report.drawings.run_timeline import subheading
+from simplan.report.drawings.run_timeline_svg import run_timeline_svg
 from simplan.report.goodput import format_money, headline
 from simplan.report.html.goodput import change_rows, interruption_rows, simulated, waterfall_rows
 from simplan.scenario import Scenario
@@ -141,17 +140,17 @@ def _show_timeline(scenario: Scenario, text: str, calibrated_at: int, answer: di
         number = remembered_number("Run", "trial", median, most=last, help=about)
     inputs = text, calibrated_at, NUM_RUNS, number
     timeline = awaited("simulating one run", simulated_run, *inputs)
-    words, name = subheading(timeline), f"{scenario.name} run {number}"
-    show_figure(run_timeline_figure(timeline), name, alt=f"Timeline of one simulated run: {words}")
-    sentences = [f"{format_span(timeline.time_s)}: {words}", *notes(timeline, COLUMNS), "percent: steps done"]
-    st.caption(escaped(". ".join(map(_sentence, sentences))) + ". Drag to zoom, double-click to reset.")
-    download(
-        "Trace for Perfetto",
-        f"{name} trace",
-        "json",
-        lambda: handed_over(simulated_run_trace, *inputs),
-        about="This run, for ui.perfetto.dev or chrome://tracing",
-    )
+    name, svg = f"{scenario.name} run {number}", run_timeline_svg(timeline)
+    show_drawing("one-run", svg, alt=f"Timeline of one simulated run: {subheading(timeline)}")
+    with st.container(horizontal=True):
+        download("One run", name, "svg", svg)
+        download(
+            "Trace for Perfetto",
+            f"{name} trace",
+            "json",
+            lambda: handed_over(simulated_run_trace, *inputs),
+            about="This run, for ui.perfetto.dev or chrome://tracing",
+        )
 
 
 def _show_downloads(scenario: Scenario, document: dict[str, Any], answer: dict[str, Any]) -> None:

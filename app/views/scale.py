@@ -9,7 +9,7 @@ import streamlit as st
 
 from app import result_cache, state
 from app.budget import budget_of, without_budget
-from app.components.elements import csv_text, download, download_report, show_figure
+from app.components.elements import csv_text, download, download_report, show_drawing, show_figure
 from app.components.scenario_form import show_scenario_form
 from app.fields import remembered_choice
 from app.figures.scale import (
@@ -24,7 +24,6 @@ from app.figures.scale import (
     slow_figure,
     slow_ranks,
     sweep,
-    ways_figure,
     worth,
     worth_figure,
 )
@@ -32,7 +31,9 @@ from app.fitting import document_text
 from app.page import bullets, run_page
 from app.result_cache import awaited
 from simplan.errors import SpecError
+from simplan.explain.charts import ways_curves
 from simplan.io import json_text
+from simplan.report.drawings.charts_svg import curves_svg
 from simplan.scenario import Scenario
 from simplan.units import counted, format_number
 
@@ -109,7 +110,9 @@ def _show_ways(scenario: Scenario, text: str) -> None:
     except SpecError as error:
         st.info(error.sentences)
         return
-    show_figure(ways_figure(ways), f"{scenario.name} ways to train", alt="Step time of ways to train over bandwidth")
+    svg = curves_svg(ways_curves(ways))
+    show_drawing("ways", svg, alt="Step time of ways to train over bandwidth")
+    download("Ways", f"{scenario.name} ways to train", "svg", svg)
     st.caption(
         "A step of one way may be worth fewer samples than that of another: `search.samples_factor` weighs them."
     )

@@ -197,7 +197,8 @@ def _rows(result: TimelineResult) -> list[dict[str, Any]]:
             "plan": result.name,
             "rank": lane.rank,
             "lane": kind,
-            **asdict(box),
+            **{key: value for key, value in asdict(box).items() if key != "action"},
+            **box.action._asdict(),
             "formula": box.formula.replace("<br>", "; "),
         }
         for lane in result.lanes

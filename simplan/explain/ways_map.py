@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -178,8 +177,3 @@ def ways_lines(ways: WaysMap) -> Iterator[str]:
         yield ""
         yield "Not drawn"
         yield from (f"  {curve.name}: {curve.refused}" for curve in refused)
-
-
-def ticks_of(first: float, last: float) -> list[float]:
-    """Powers of ten in a range, its ends included."""
-    return [10.0**power for power in range(math.ceil(math.log10(first)), math.floor(math.log10(last)) + 1)]

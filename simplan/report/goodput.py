@@ -105,13 +105,13 @@ def _summary(result: GoodputResult) -> Iterator[str]:
     stops = json["num_interruptions"]
     yield f"  interruptions  {format_number(stops['mean'])} (P10 {stops['p10']:.0f}, P90 {stops['p90']:.0f})"
     hours = json["device_hours_by_use"]
-    uses = ", ".join(f"{_USES[use]} {each:,.0f}" for use, each in hours.items() if round(each))
+    uses = ", ".join(f"{_USES[use]} {of_use:,.0f}" for use, of_use in hours.items() if round(of_use))
     yield f"  device-hours   {json['device_hours']:,.0f}: {uses}"
     if (cost := json["cost_distribution"]) is not None and result.price is not None:
         low, high = format_money(cost["p10"]), format_money(cost["p90"])
         rates = [f"{result.price.device_hour:g} per device-hour"]
-        rates += [f"spot {each:g}"] if (each := result.price.spot_device_hour) is not None else []
-        rates += [f"spares {each:g}"] if (each := result.price.idle_device_hour) is not None else []
+        rates += [f"spot {rate:g}"] if (rate := result.price.spot_device_hour) is not None else []
+        rates += [f"spares {rate:g}"] if (rate := result.price.idle_device_hour) is not None else []
         yield f"  cost           {format_money(cost['mean'])} (P10 {low}, P90 {high}) at {', '.join(rates)}"
     if (energy := json["energy_kwh"]) is not None:
         co2 = "" if json["co2_kg"] is None else f", {format_money(json['co2_kg'] / 1000)} t of CO2"

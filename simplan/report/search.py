@@ -138,10 +138,10 @@ def switch_text(switch: PlanSwitch, reason: str = "") -> str:
         return f"T{switch.current_words[1:]} is the best one"
     change = switch.step_time_change
     fraction, pairs = switch.right_order
-    has_options = any(each.key.startswith("software.") for each in switch.changes)
+    has_options = any(setting.key.startswith("software.") for setting in switch.changes)
     of_plans = "; they differ in the plan alone, not in software" if has_options else ""
     faster = f"{abs(change):.1%} {'less' if change < 0 else 'more'}".replace("%", " %")
-    low, high = (" to ".join(map(format_time, each.step_time_interval_s)) for each in (before, after))
+    low, high = (" to ".join(map(format_time, plan.step_time_interval_s)) for plan in (before, after))
     lines = [
         f"From {switch.current_words} to the best one: {faster} time a step",
         *([f"  why          {reason}"] if reason else []),
@@ -151,9 +151,9 @@ def switch_text(switch: PlanSwitch, reason: str = "") -> str:
         f"  certainty    of {pairs} published pairs of plans predicted so far apart, "
         f"{100 * fraction:.0f} % were measured in this order{of_plans}",
     ]
-    for number, each in enumerate(switch.changes):
-        place = f"  (line {each.line})" if each.line is not None else ""
-        lines.append(f"  {'' if number else 'change':11}  {change_words(each)}{place}")
+    for number, setting in enumerate(switch.changes):
+        place = f"  (line {setting.line})" if setting.line is not None else ""
+        lines.append(f"  {'' if number else 'change':11}  {change_words(setting)}{place}")
     lines += [f"  {'' if number else 'cost':11}  {cost}" for number, cost in enumerate(switch.costs)]
     return "\n".join(lines)
 

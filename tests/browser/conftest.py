@@ -20,8 +20,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def chromium() -> Iterator[Any]:
     pytest.importorskip("playwright")
-    with browser() as found:
-        yield found
+    with browser() as launched:
+        yield launched
 
 
 @pytest.fixture

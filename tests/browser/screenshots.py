@@ -1,4 +1,7 @@
-"""Pictures of every page in light, dark and on a phone: ``python -m tests.browser.screenshots FOLDER``."""
+"""Pictures of pages: ``python -m tests.browser.screenshots FOLDER``.
+
+The pages that the documentation shows, as it names them; with ``--every``, all pages in light, dark and on a phone.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ LOOKS: dict[str, dict[str, Any]] = {
     "dark": {"viewport": {"width": 1440, "height": 1250}, "color_scheme": "dark"},
     "phone": {"viewport": {"width": 390, "height": 1250}, "color_scheme": "light", "has_touch": True},
 }
+DOCUMENTED = {"plan": 1220, "search": 1250, "timeline": 1190, "network": 1500}
+"""Height of the pictures that the documentation shows, by page."""
 PIPELINE = "model.preset=gpt2-1.5b&cluster.preset=dgx-h100&cluster.num_devices=8&training.global_batch_size=64"
 PIPELINE += "&software=torch&plan.pp=4&plan.dp_replicate=2"
 CONTENDED = "model.preset=llama3-8b&cluster.preset=dgx-h100&cluster.num_nodes=8"
@@ -23,18 +28,20 @@ CONTENDED += "&training.global_batch_size=128&software=torchtitan&plan.tp=2&plan
 _DRAWN_MS = 1500
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *, every: bool = False) -> None:
     """Takes them all; a search and a prediction of published runs are done once and seen by all."""
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as workspace, serving(Path(workspace)) as (url, _), browser() as found:
-        for look, context in LOOKS.items():
-            tab = found.new_context(**context).new_page()
+    with tempfile.TemporaryDirectory() as workspace, serving(Path(workspace)) as (url, _), browser() as chromium:
+        for look, context in LOOKS.items() if every else [("light", LOOKS["light"])]:
+            tab = chromium.new_context(**context).new_page()
             tab.set_default_timeout(240_000)
-            for name in PAGES:
+            for name in PAGES if every else DOCUMENTED:
+                if not every:
+                    tab.set_viewport_size({"width": 1440, "height": DOCUMENTED[name]})
                 _show(tab, url, name)
                 if look == "phone":
                     _close_sidebar(tab)
-                tab.screenshot(path=str(folder / f"{name}-{look}.png"))
+                tab.screenshot(path=str(folder / (f"{name}-{look}.png" if every else f"{name}.png")))
             tab.context.close()
 
 
@@ -69,4 +76,4 @@ def _close_sidebar(tab: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), every="--every" in sys.argv)

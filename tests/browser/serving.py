@@ -61,11 +61,11 @@ def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        found = playwright.chromium.launch(
+        launched = playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox"], timeout=1e3 * _PATIENCE_S
         )
-        yield found
-        found.close()
+        yield launched
+        launched.close()
 
 
 def opened(page: Any, url: str) -> None:

@@ -26,9 +26,12 @@ def test_fabric_has_the_paper_of_the_theme_and_is_legible_on_a_phone(chromium: A
     tab = context.new_page()
     tab.set_default_timeout(180_000)
     opened(tab, f"{served}/network?{SHARED}")
-    picture = tab.locator(".st-key-drawing-fabric img")
-    assert picture.evaluate("img => img.complete && img.naturalWidth > 0")
-    assert picture.bounding_box()["width"] >= 640
+    frame, box = tab.locator(".st-key-drawing-fabric iframe"), tab.locator(".st-key-drawing-fabric").bounding_box()
+    picture = frame.content_frame.locator("svg")
+    assert "GB/s" in picture.locator("title").nth(1).text_content(), "a tooltip"
+    assert picture.bounding_box() == frame.bounding_box(), "nothing is cut off"
+    assert 900 < picture.bounding_box()["width"] <= 960
+    assert picture.bounding_box()["height"] == pytest.approx(box["height"], abs=20)
     assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the picture scrolls, not the page"
     corner = Image.open(io.BytesIO(tab.locator(".st-key-drawing-fabric").screenshot())).convert("L").getpixel((6, 60))
     assert isinstance(corner, int)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from simplan.explain.charts import (
+    Bar,
+    Bars,
     Curve,
     CurveAxis,
     Curves,
@@ -20,6 +23,7 @@ from simplan.explain.charts import (
 )
 from simplan.job import Job
 from simplan.predict import predict
+from simplan.report.drawings.accuracy_svg import COLOURS
 from simplan.report.drawings.charts_svg import bars_svg, curves_svg, degree_map_svg
 from simplan.scenario import make_job
 from simplan.training import TrainingBudget
@@ -114,3 +118,31 @@ def test_a_linear_axis_begins_at_zero_unless_it_is_near(is_near: bool, lowest: f
     assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.2)
     labels = [float(text.removesuffix(" %")) / 100 for text in texts(curves_svg(chart)) if text.endswith(" %")]
     assert min(labels) == lowest
+
+
+def test_labels_of_near_points_do_not_cover_each_other() -> None:
+    """Two curves that cross, with points next to each other: no two boxes of text meet, seven px for a letter."""
+    first = Curve("a", ((0.0, 10.0), (50.0, 10.1), (100.0, 10.0)), ("80", "64", "40"))
+    second = Curve("b", ((0.0, 14.0), (51.0, 10.3), (100.0, 6.0)), ("8", "2", "1"))
+    root = ElementTree.fromstring(curves_svg(Curves("c", "", CurveAxis("x"), CurveAxis("y"), (first, second))))
+    labels = [text for text in root.iter(f"{SVG}text") if text.get("fill", "") in COLOURS]
+    places = [(float(text.get("x", "")), float(text.get("y", "")), 7 * len(text.text or "")) for text in labels]
+    assert len(places) == 6
+    for (x, y, width), (other_x, other_y, other_width) in combinations(places, 2):
+        assert x + width <= other_x or other_x + other_width <= x or abs(y - other_y) >= 13
+
+
+def test_ticks_of_near_fractions_differ() -> None:
+    points = ((1.0, 0.9931), (2.0, 0.9978))
+    chart = Curves("a", "", CurveAxis("x"), CurveAxis("y", "percent", is_near=True), (Curve("b", points),))
+    labels = [words for words in texts(curves_svg(chart)) if words.endswith(" %")]
+    assert len(labels) == len({*labels}) > 2
+
+
+def test_a_size_next_to_the_limit_is_written_behind_it() -> None:
+    """The mark of the limit crosses no number."""
+    bars = (Bar("over", {"activations": 200.0 * 2**30}), Bar("under", {"activations": 70.0 * 2**30}))
+    root = ElementTree.fromstring(bars_svg(Bars("a", "bytes", ("activations",), bars, (80.0 * 2**30, "device"))))
+    [mark] = [line for line in root.iter(f"{SVG}line") if line.get("stroke-dasharray")]
+    [size] = [text for text in root.iter(f"{SVG}text") if text.text == "70.00 GiB"]
+    assert float(size.get("x", "")) > float(mark.get("x1", ""))

@@ -56,7 +56,7 @@ def test_curve_has_the_goodput_of_each_interval() -> None:
     answer["interval_curve"] = [{"interval_s": every_s, "time_s": time_s} for every_s, time_s in times_s.items()]
     dots = [dot.findtext(f"{SVG}title") for dot in ElementTree.fromstring(goodput_svg(answer)).iter(f"{SVG}circle")]
     assert dots[:3] == [
-        f"goodput: training between two checkpoints {format_span(every_s)}, goodput {format_percent(1e4 / time_s, 0)}"
+        f"goodput: training between two checkpoints {format_span(every_s)}, goodput {format_percent(1e4 / time_s)}"
         for every_s, time_s in times_s.items()
     ]
 

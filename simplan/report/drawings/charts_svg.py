@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import pairwise
 from xml.etree import ElementTree
 
 from simplan.explain.charts import Bars, Curve, CurveAxis, Curves, DegreeMap
@@ -13,7 +14,7 @@ from simplan.report.drawings.drawing import clean
 from simplan.report.drawings.svg import (
     GRID,
     LANE,
-    PAPER,
+    PART_COLOURS,
     SOFT,
     Element,
     legend,
@@ -33,6 +34,7 @@ _BAR, _ROW = 22, 32
 _CELL = 46
 _soft = partial(soft, size=_SIZE)
 _CURVES_HEIGHT = 300
+_LABEL_WEIGHT = 9  # of a label that another one would cover, in pieces of a line
 _MOST_TICKS = 7
 
 
@@ -44,8 +46,10 @@ def bars_svg(chart: Bars) -> str:
     top = 64 if chart.limit else 48
     bottom = top + _ROW * len(chart.bars)
     used = [name for name in chart.names if any(bar.parts.get(name, 0) > 0.002 * most for bar in chart.bars)]
-    colours = dict(zip(chart.names, _cycled(len(chart.names)), strict=True))
-    squares, end = legend([(colours[name], name) for name in used], _MARGIN, bottom + 24, CHART_WIDTH, size=_SIZE)
+    colours = dict(zip(chart.names, _cycled(len(chart.names)), strict=True)) | PART_COLOURS
+    squares, end = legend(
+        [(colours[name], name) for name in used], _MARGIN, bottom + 24, CHART_WIDTH - _MARGIN, size=_SIZE
+    )
     root = page(clean(chart.title), CHART_WIDTH, end + 16)
     for row, bar in enumerate(chart.bars):
         place, start = top + _ROW * row, left
@@ -58,6 +62,7 @@ def bars_svg(chart: Bars) -> str:
                 group.append(rect(start, place, width * size / most, _BAR, colours[name]))
                 root.append(group)
                 start += width * size / most
+    x = math.inf
     if chart.limit:
         x = left + width * chart.limit[0] / most
         mark = line(x, top - 6, x, bottom - 4, SOFT)
@@ -68,7 +73,8 @@ def bars_svg(chart: Bars) -> str:
         root.extend([mark, _soft(x, top - 10, words, anchor=anchor)])
     for row, bar in enumerate(chart.bars):
         words, start = format_value(bar.size, chart.unit), left + width * bar.size / most
-        root.append(rect(start + 4, top + _ROW * row + 2, _LETTER_PX * len(words) + 4, _BAR - 4, PAPER))
+        if start < x < start + 12 + _LETTER_PX * len(words):
+            start = x  # behind the mark, not across it
         root.append(_soft(start + 8, top + _ROW * row + 16, words))
     root.extend(squares)
     return written(root)
@@ -118,10 +124,11 @@ def curve_parts(chart: Curves) -> tuple[list[Element], float]:
     """Axes and curves from 60 px below the top on, with the names of several curves below; and the height of all."""
     colours, frame = _cycled(len(chart.curves)), _Frame(chart)
     curves = [frame.curve(curve, colour) for curve, colour in zip(chart.curves, colours, strict=True)]
+    curves += frame.labels(colours)
     if len(curves) < 2:
         return [*frame.axes(), *curves], frame.bottom + 68
     entries = [(colour, curve.name) for colour, curve in zip(colours, chart.curves, strict=True)]
-    names, end = legend(entries, _MARGIN, frame.bottom + 68, CHART_WIDTH, size=_SIZE)
+    names, end = legend(entries, _MARGIN, frame.bottom + 68, CHART_WIDTH - _MARGIN, size=_SIZE)
     return [*frame.axes(), *curves, *names], end + 16
 
 
@@ -137,7 +144,8 @@ class _Frame:
         more = (high - low if y.is_near else high) * 0.06
         self._low, self._high = (low / 1.1, high * 1.1) if y.is_log else (low - more if y.is_near else 0.0, high + more)
         self._ticks = ticks_of(y, self._low, self._high)
-        letters = max((len(_words(y.unit, tick)) for tick in self._ticks), default=4)
+        self._labels = _labels(y.unit, self._ticks)
+        letters = max(map(len, self._labels), default=4)
         self.left, self.top = _MARGIN + 14 + _LETTER_PX * letters, 84.0
         self.width = CHART_WIDTH - self.left - 34
         self.bottom = self.top + _CURVES_HEIGHT
@@ -151,14 +159,15 @@ class _Frame:
 
     def axes(self) -> Iterable[Element]:
         yield rect(self.left, self.top, self.width, _CURVES_HEIGHT, "none", stroke=GRID)
-        for value in ticks_of(self._chart.x, self._xs[0], self._xs[-1]):
+        values = ticks_of(self._chart.x, self._xs[0], self._xs[-1])
+        for value, words in zip(values, _labels(self._chart.x.unit, values), strict=True):
             x = self.x(value)
             yield line(x, self.top, x, self.bottom, GRID)
-            yield _soft(x, self.bottom + 18, _words(self._chart.x.unit, value), anchor="middle")
-        for value in self._ticks:
+            yield _soft(x, self.bottom + 18, words, anchor="middle")
+        for value, words in zip(self._ticks, self._labels, strict=True):
             y = self.y(value)
             yield line(self.left, y, self.left + self.width, y, GRID)
-            yield _soft(self.left - 8, y + 4, _words(self._chart.y.unit, value), anchor="end")
+            yield _soft(self.left - 8, y + 4, words, anchor="end")
         yield text(self.left, self.top - 10, self._chart.y.name, size=_SIZE)
         middle = self.left + self.width / 2
         yield text(middle, self.bottom + 40, self._chart.x.name, size=_SIZE, anchor="middle")
@@ -169,15 +178,43 @@ class _Frame:
         places = [(self.x(x), self.y(y)) for x, y in curve.points]
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
         group.append(Element("path", {"d": path, "fill": "none", "stroke": colour, "stroke-width": "2.5"}))
-        for number, ((x, y), point) in enumerate(zip(places, curve.points, strict=True)):
+        for (x, y), point in zip(places, curve.points, strict=True):
             dot = Element("circle", {"cx": f"{x:.1f}", "cy": f"{y:.1f}", "r": "3.5", "fill": colour})
             axes = self._chart.x, self._chart.y
             words = (f"{axis.name} {_words(axis.unit, value)}" for axis, value in zip(axes, point, strict=True))
             ElementTree.SubElement(dot, "title").text = f"{curve.name}: {', '.join(words)}"
             group.append(dot)
-            if curve.labels:
-                group.append(text(x + 6, y - 7, curve.labels[number], size=_SIZE, colour=colour))
         return group
+
+    def labels(self, colours: Sequence[str]) -> Iterable[Element]:
+        """Labels of all points, each at the corner of its point where it covers the least of lines and other labels."""
+        paths = [[(self.x(x), self.y(y)) for x, y in curve.points] for curve in self._chart.curves]
+        covered = [point for path in paths for start, end in pairwise(path) for point in _along(start, end)]
+        for curve, path, colour in zip(self._chart.curves, paths, colours, strict=True):
+            for words, (x, y) in zip(curve.labels, path, strict=False):
+                width = _LETTER_PX * len(words)
+                sides = [left for left in (x + 6, x - 6 - width) if left + width < CHART_WIDTH - 4]
+                corners = [(left, base) for base in (y - 7, y + 16) for left in sides]
+                left, base = min(corners, key=lambda corner: _num_inside(covered, corner, width))
+                covered += [(left + share * width, base - 5) for share in (0.0, 0.5, 1.0)] * _LABEL_WEIGHT
+                yield text(left, base, words, size=_SIZE, colour=colour)
+
+
+_Point = tuple[float, float]
+
+
+def _along(start: _Point, end: _Point) -> Iterable[_Point]:
+    """Points of a line, 2 px apart or nearer."""
+    number = 1 + int(math.dist(start, end) / 2)
+    for step in range(number + 1):
+        share = step / number
+        yield start[0] + (end[0] - start[0]) * share, start[1] + (end[1] - start[1]) * share
+
+
+def _num_inside(points: Iterable[_Point], start: _Point, width: float) -> int:
+    """Number of points that a text covers, whose base line begins at a point."""
+    left, base = start
+    return sum(left - 2 <= x <= left + width + 2 and base - _SIZE <= y <= base + 2 for x, y in points)
 
 
 def ticks_of(axis: CurveAxis, first: float, last: float) -> list[float]:
@@ -213,13 +250,21 @@ _FORMATS: dict[str, Callable[[float], str]] = {
     "s": lambda value: "0" if value == 0 else format_time(value, digits=3),
     "span": format_span,
     "bytes/s": format_rate,
-    "percent": lambda value: format_percent(value, 0),
+    "percent": format_percent,
     "": lambda value: f"{value:,.6g}" if value < 1e6 else f"{value / 1e6:,.6g} M",
 }
 
 
 def _words(unit: str, value: float) -> str:
     return _FORMATS[unit](value) if unit in _FORMATS else format_value(value, unit)
+
+
+def _labels(unit: str, ticks: Sequence[float]) -> list[str]:
+    """Words of ticks; fractions have as many decimals as tell them apart."""
+    if unit != "percent":
+        return [_words(unit, tick) for tick in ticks]
+    labels = ([format_percent(tick, digits) for tick in ticks] for digits in range(4))
+    return next((words for words in labels if len({*words}) == len(words)), [_words(unit, tick) for tick in ticks])
 
 
 def _cycled(number: int) -> list[str]:

@@ -97,6 +97,7 @@ class PipelineDrawing:
         placement: ``Job.placement_words``.
         unfit: Verdict on a plan that does not fit, or may not; empty for any other.
         closed_form_bubble: ``Prediction.closed_form_bubble``; empty for one pipeline rank.
+        unit: Unit of times that are no seconds, for a schedule with times of its own; empty for a prediction.
     """
 
     name: str
@@ -106,6 +107,7 @@ class PipelineDrawing:
     placement: str = ""
     unfit: str = ""
     closed_form_bubble: str = ""
+    unit: str = ""
 
     @property
     def idle_fraction(self) -> float:
@@ -262,6 +264,8 @@ def clean(name: str) -> str:
 
 def heading(drawing: PipelineDrawing) -> str:
     """Name and step time."""
+    if drawing.unit:
+        return f"{clean(drawing.name)}: {drawing.step_time_s:g} {drawing.unit}"
     return f"{clean(drawing.name)}: one step in {format_time(drawing.step_time_s)}, as predicted"
 
 
@@ -307,17 +311,41 @@ def labels(box: Box, several_stages: bool) -> tuple[str, ...]:
     return (str(action), short) if several_stages and action.microbatch is not None else (short,)
 
 
-def ticks(step_time_s: float, most: int) -> tuple[Tick, ...]:
-    """Round times from 0 to the end of the step, in s from a second on, else in ms; the last one names the unit.
+def box_facts(box: Box, unit: str = "") -> list[str]:
+    """Microbatch and stage of a box, start and duration, and recomputation if there is some, for tooltips.
+
+    Args:
+        unit: As of a drawing.
+
+    >>> box_facts(Box(Action.parse("3F12"), 0.0, 1.0))
+    ['microbatch 12 on stage 3', 'starts at 0 s, takes 1.000 s']
+    """
+    stage, microbatch = box.action.stage, box.action.microbatch
+    start, duration, recompute = (
+        f"{time:g} {unit}" if unit else format_time(time) for time in (box.start_s, box.duration_s, box.recompute_s)
+    )
+    recomputing = [f"{recompute} of it recomputing"] if box.recompute_s > 0 else []
+    of = f"stage {stage}" if microbatch is None else f"microbatch {microbatch} on stage {stage}"
+    return [of, f"starts at {start}, takes {duration}", *recomputing]
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """Unit of a time axis of some length, and the unit in seconds: s from a second on, else ms."""
+    return ("s", 1.0) if seconds >= 1.0 else ("ms", 1e-3)
+
+
+def ticks(step_time_s: float, most: int, unit: str = "") -> tuple[Tick, ...]:
+    """Round times from 0 to the end of the step in the unit of ``time_unit``; the last one names the unit.
 
     Args:
         step_time_s: Length of the axis.
         most: Largest number of ticks after the one at 0; at least 1.
+        unit: As of a drawing.
 
     >>> [tick.label for tick in ticks(0.26, 6)]
     ['0', '50', '100', '150', '200', '250 ms']
     """
-    unit, unit_s = ("s", 1.0) if step_time_s >= 1.0 else ("ms", 1e-3)
+    unit, unit_s = (unit, 1.0) if unit else time_unit(step_time_s)
     length = step_time_s / unit_s
     power = 10.0 ** math.floor(math.log10(length / most))
     distance = next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power * most >= length)

@@ -11,6 +11,7 @@ from simplan.report.drawings.drawing import (
     Box,
     DrawnRank,
     PipelineDrawing,
+    box_facts,
     heading,
     labels,
     notes,
@@ -64,11 +65,12 @@ def drawing_svg(drawing: PipelineDrawing) -> str:
         root.append(soft(_WIDTH - 10, _TOP - 10, "in flight", anchor="end"))
     for number, row in enumerate(drawing.rows):
         root.extend(_lane(row, _TOP + number * _ROW_DISTANCE))
-    root.extend(time_axis(drawing.step_time_s, _LEFT, _WIDTH - _LEFT - _RIGHT, _TOP - 4, bottom))
+    root.extend(time_axis(drawing.step_time_s, _LEFT, _WIDTH - _LEFT - _RIGHT, _TOP - 4, bottom, drawing.unit))
     for number, row in enumerate(drawing.rows):
         for box in row.boxes:
             ends = _x(box.start_s, drawing), _x(box.end_s, drawing)
-            root.append(_box(box, row, _labels(box, drawing), ends, _TOP + number * _ROW_DISTANCE, _ROW_HEIGHT))
+            top = _TOP + number * _ROW_DISTANCE
+            root.append(_box(box, row, _labels(box, drawing), ends, top, _ROW_HEIGHT, drawing.unit))
     root.extend(below)
     return written(root)
 
@@ -129,25 +131,34 @@ def _lane(row: DrawnRank, top: float) -> list[Element]:
     ]
 
 
-def time_axis(length_s: float, left: float, width: float, top: float, bottom: float) -> Iterator[Element]:
+def time_axis(
+    length_s: float, left: float, width: float, top: float, bottom: float, unit: str = ""
+) -> Iterator[Element]:
     """Grid lines and labels of the time axis.
 
     Args:
         length_s: Time at the right end of the axis.
         left, width, top, bottom: Area of the drawing in px.
+        unit: As of a drawing.
     """
-    for tick in ticks(length_s, int(width // _TICK_DISTANCE)):
+    for tick in ticks(length_s, int(width // _TICK_DISTANCE), unit):
         x = left + tick.time_s / length_s * width
         yield line(x, top, x, bottom, GRID)
         yield soft(x, bottom + 14, tick.label, anchor="middle")
 
 
 def _box(
-    box: Box, row: DrawnRank, names: tuple[str, ...], ends: tuple[float, float], top: float, row_height: float
+    box: Box,
+    row: DrawnRank,
+    names: tuple[str, ...],
+    ends: tuple[float, float],
+    top: float,
+    row_height: float,
+    unit: str = "",
 ) -> Element:
     """SVG group of a box between two ends: tooltip, rectangle, recomputed part, and the first label that fits."""
     group = Element("g", {"class": "box"})
-    ElementTree.SubElement(group, "title").text = _tooltip(box)
+    ElementTree.SubElement(group, "title").text = _tooltip(box, unit)
     left, right = ends
     fill = fill_of(box.action.kind, row.stages.index(box.action.stage), len(row.stages))
     outline = PAPER if right - left >= _OUTLINED_PX else ""
@@ -173,14 +184,9 @@ def _label_width(text: str) -> float:
     return _DIGIT_PX * num_digits + _W_PX * num_w + _LETTER_PX * (len(text) - num_digits - num_w)
 
 
-def _tooltip(box: Box) -> str:
-    stage, microbatch = box.action.stage, box.action.microbatch
-    of = f"microbatch {microbatch} on stage {stage}" if microbatch is not None else f"stage {stage}"
-    recomputing = f", {format_time(box.recompute_s)} of it recomputing" if box.recompute_s > 0 else ""
-    return (
-        f"{box.action}: {WORDS[box.action.kind]}, {of}; "
-        f"starts at {format_time(box.start_s)}, takes {format_time(box.duration_s)}{recomputing}"
-    )
+def _tooltip(box: Box, unit: str) -> str:
+    of, *times = box_facts(box, unit)
+    return f"{box.action}: {WORDS[box.action.kind]}, {of}; {', '.join(times)}"
 
 
 def _kinds(kinds: Iterable[ActionKind]) -> list[tuple[str, str]]:

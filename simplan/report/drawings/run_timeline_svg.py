@@ -34,24 +34,37 @@ def whole_run_svg(document: Mapping[str, Any], timeline: RunTimeline) -> str:
         document: JSON of ``simplan goodput``.
         timeline: One of its runs.
     """
-    bottom = _TOP + _ROW * timeline.num_rows
-    segments = timeline.segments(_COLUMNS)
-    kinds = [(COLOURS[kind], PARTS[kind]) for kind in kinds_of(segments)]
-    squares, end = legend(kinds, _LEFT, bottom + 42, WIDTH)
-    end += 20
+    one_run, end = _elements(timeline)
     all_runs, height = goodput_elements(document, end + 78)
     root = page(heading(timeline), WIDTH, height, subheading(timeline), left=24)
-    root.extend(_rows(timeline, bottom))
-    for row in range(timeline.num_rows):
-        root.append(_lane(timeline, segments, row))
-    root.extend(_stops(timeline))
-    root.extend(squares)
-    root.append(soft(_LEFT, end, "; ".join([*notes(timeline, _COLUMNS), "triangles are stops"])))
+    root.extend(one_run)
     title = f"{clean(timeline.name)}: all {timeline.num_runs:,} runs"
     root.append(text(24, end + 36, title, size=16, bold=True))
     root.append(soft(24, end + 56, headline(document)))
     root.extend(all_runs)
     return written(root)
+
+
+def run_timeline_svg(timeline: RunTimeline) -> str:
+    """The timeline alone as an SVG document, 960 px wide."""
+    elements, end = _elements(timeline)
+    root = page(heading(timeline), WIDTH, end + 16, subheading(timeline), left=24)
+    root.extend(elements)
+    return written(root)
+
+
+def _elements(timeline: RunTimeline) -> tuple[list[Element], float]:
+    """Rows, stops and legend below the heading, and the base line of the last line."""
+    bottom = _TOP + _ROW * timeline.num_rows
+    segments = timeline.segments(_COLUMNS)
+    kinds = [(COLOURS[kind], PARTS[kind]) for kind in kinds_of(segments)]
+    squares, end = legend(kinds, _LEFT, bottom + 42, WIDTH)
+    end += 20
+    elements = list(_rows(timeline, bottom))
+    elements += [_lane(timeline, segments, row) for row in range(timeline.num_rows)]
+    elements += [*_stops(timeline), *squares]
+    elements.append(soft(_LEFT, end, "; ".join([*notes(timeline, _COLUMNS), "triangles are stops"])))
+    return elements, end
 
 
 def _rows(timeline: RunTimeline, bottom: float) -> Iterator[Element]:

@@ -19,6 +19,26 @@ NIGHT = {
 _CLASSES = {PAPER: "paper", DARK: "ink", SOFT: "soft", GRID: "grid", LANE: "node"}
 """Class of an element, by its color."""
 
+PART_COLOURS = {
+    "parameters": "#4ea5b7",  # four colors as in the Ultra-Scale Playbook
+    "gradients": "#e889ab",
+    "optimizer states": "#cec0fa",
+    "activations": "#e38a42",
+    "gathered parameters": "#2f6f86",
+    "communication buffers": "#7a1f4b",
+    "logits": "#f2c14e",
+    "workspace": "#565f6a",
+    "context": "#d9dde2",
+    "allocator reserve": "#a9b0b9",
+    "compute": "#3b7dd8",
+    "recompute": "#9cc2f0",
+    "exposed communication": "#8c7aa9",
+    "wait": "#d5d9df",
+    "host": "#c8a24a",
+    "optimizer": "#565d66",
+}
+"""Colors of the parts of memory on a device, in the order of a stack, and of a step, by their words."""
+
 Element = ElementTree.Element
 
 _LIGHTEST = 0.5  # of the way to white, for the last shade

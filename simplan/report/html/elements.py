@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
+from simplan.report.drawings.svg import PART_COLOURS
 from simplan.units import format_number, format_percent, format_time
 
 
@@ -30,19 +31,22 @@ _COLOURS = (
     "#7a6ab0",
     "#a0764f",
 )
-"""Fills of the parts of a bar, in order; they differ in lightness too."""
+"""Fills of parts without a color of their own, in order; they differ in lightness too."""
+_CODE, _DEVIATION = re.compile(r"`([^`]+)`"), re.compile(r"\+/- \S+(?: %)?")
+_LONG = 40
+"""Letters from which on a cell needs a wide column on a phone."""
 _NUMBER = re.compile(r"[-+]?[0-9][0-9,.]*%?(?: [A-Za-z/%]+)?")
 """A number with its unit, as cells have it."""
 
 
 def paragraph(text: str, css: str = "") -> str:
     """A paragraph of plain text."""
-    return f"<p{_class(css)}>{escape(text)}</p>"
+    return f"<p{_class(css)}>{_marked(text)}</p>"
 
 
 def listing(items: Iterable[str]) -> str:
     """A list of plain texts; empty for none."""
-    entries = "".join(f"<li>{escape(item)}</li>" for item in items)
+    entries = "".join(f"<li>{_marked(item)}</li>" for item in items)
     return f"<ul>{entries}</ul>" if entries else ""
 
 
@@ -53,25 +57,29 @@ def figures(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> str:
-    """A table; columns whose cells are all numbers are aligned to the right."""
+    """A table without its empty columns; columns whose cells are all numbers are aligned to the right."""
     cells = [list(row) for row in rows]
     if not cells:
         return ""
-    right = [all(_NUMBER.fullmatch(row[place]) for row in cells if row[place]) for place in range(len(columns))]
+    looks = {
+        place: _look([row[place] for row in cells]) for place in range(len(columns)) if any(r[place] for r in cells)
+    }
 
-    def line(tag: str, values: Iterable[str]) -> str:
-        return (
-            "<tr>"
-            + "".join(
-                f"<{tag}{_class('number' if end else '')}>{escape(value)}</{tag}>"
-                for value, end in zip(values, right, strict=True)
-            )
-            + "</tr>"
-        )
+    def line(tag: str, values: Sequence[str]) -> str:
+        inner = (f"<{tag}{_class(look)}>{_marked(values[place])}</{tag}>" for place, look in looks.items())
+        return f"<tr>{''.join(inner)}</tr>"
 
     head = f"<caption>{escape(caption)}</caption>" if caption else ""
     body = "".join(line("td", row) for row in cells)
     return f'<div class="wide"><table>{head}<thead>{line("th", columns)}</thead><tbody>{body}</tbody></table></div>'
+
+
+def _look(cells: Iterable[str]) -> str:
+    """Class of a column: ``number``, ``long`` for sentences, or none."""
+    shown = [cell for cell in cells if cell]
+    if all(_NUMBER.fullmatch(cell) for cell in shown):
+        return "number"
+    return "long" if max(map(len, shown)) > _LONG else ""
 
 
 def bar(shares: Iterable[Share], whole: float, label: str = "", *, box: float | None = None) -> str:
@@ -82,7 +90,7 @@ def bar(shares: Iterable[Share], whole: float, label: str = "", *, box: float | 
     """
     width = max(whole, box or 0.0)
     seen = (share for share in shares if share.value > 1e-3 * whole)
-    kept = [(share, _COLOURS[place % len(_COLOURS)]) for place, share in enumerate(seen)]
+    kept = [(share, PART_COLOURS.get(share.name, _COLOURS[place % len(_COLOURS)])) for place, share in enumerate(seen)]
     parts = "".join(
         f'<span style="width:{100 * share.value / width:.3f}%;background:{colour}" title="{escape(share.name)}: '
         f'{escape(share.text)}"></span>'
@@ -138,6 +146,12 @@ def changed(mapping: Mapping[str, object], usual: Mapping[str, object]) -> str:
     """Keys with other values than usual, as ``key = value, ...``."""
     words = [f"{key} = {value}" for key, value in mapping.items() if value != usual.get(key)]
     return ", ".join(words)
+
+
+def _marked(text: str) -> str:
+    """Escaped text; `code` is code, and a deviation stays in one line."""
+    whole = _DEVIATION.sub(r'<span class="number">\g<0></span>', escape(text))
+    return _CODE.sub(r"<code>\1</code>", whole)
 
 
 def _class(name: str) -> str:

@@ -51,7 +51,7 @@ _OTHER_FIXES: Mapping[str, str] = {
 _STYLE = """
 :root{color-scheme:light dark;--paper:#fff;--ink:#1c2128;--soft:#57606a;--line:#d0d7de;--band:#f4f6f8;
 --link:#0b5fbd}
-@media(prefers-color-scheme:dark){:root{
+@media screen and (prefers-color-scheme:dark){:root{
 --paper:#0d1117;--ink:#e6edf3;--soft:#9da7b3;--line:#30363d;--band:#161b22;--link:#6cb0ff}}
 *{box-sizing:border-box}
 body{margin:0 auto;padding:1.5rem;max-width:76rem;background:var(--paper);color:var(--ink);
@@ -60,7 +60,7 @@ h1{font-size:1.6rem;margin:0}
 h2{font-size:1.25rem;margin:2.5rem 0 .5rem;border-bottom:1px solid var(--line)}
 a{color:var(--link)}
 nav{margin:.5rem 0}
-nav a{margin-right:1rem}
+nav a{display:inline-block;margin-right:1rem}
 p.soft,figcaption,caption,dt{color:var(--soft)}
 .verdict{font-weight:600}
 .figures{display:flex;flex-wrap:wrap;gap:.75rem;margin:1rem 0}
@@ -82,12 +82,17 @@ overflow:hidden}
 .bars td{border:0;padding:.1rem 0;white-space:nowrap}
 .bars i{display:inline-block;height:.9rem;max-width:75%;margin-right:.5rem;border-radius:2px;vertical-align:middle}
 .picture{overflow-x:auto}
-.picture svg{max-width:100%;height:auto;min-width:44rem}
+.picture svg{max-width:100%;height:auto}
 details{margin:1rem 0}
 summary{cursor:pointer;color:var(--link)}
-@media(max-width:40rem){.wide td:last-child{min-width:18rem}}
-@media print{details{display:none}
-body{max-width:none}}
+@media screen and (max-width:60rem){.picture svg{max-width:none}}
+@media screen and (max-width:40rem){td.long:nth-child(n+3){min-width:18rem}}
+@media print{html{font-size:10px}
+body{max-width:none;padding:0;font-size:1rem;print-color-adjust:exact}
+nav,details{display:none}
+.wide,.picture{overflow:visible}
+h2,figcaption,caption,thead{break-after:avoid}
+figure,tr,.figures{break-inside:avoid}}
 """
 
 
@@ -103,7 +108,7 @@ def html_report(documents: Iterable[tuple[str, Mapping[str, Any]]], *, written: 
     Raises:
         SpecError: A document is of no kind that a report shows, was written by another version, or lacks a part.
     """
-    named = _with_distinct_names([each for file, document in documents for each in _single(file, document)])
+    named = _with_distinct_names([pair for file, document in documents for pair in _single(file, document)])
     predictions = [document for _, document in named if document["kind"] == "prediction"]
     if len(predictions) > 1:
         file = next(file for file, document in named if document["kind"] == "prediction")

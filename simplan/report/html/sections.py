@@ -58,7 +58,6 @@ def prediction_section(document: Document) -> str:
     verdict = document.get("memory_verdict") or ""
     shown = [
         ("step time", f"{format_time(document['step_time_s'])} ({format_time(low_s)} to {format_time(high_s)})"),
-        ("least known", (document.get("weakest_term") or {}).get("fact", "")),
         (
             "memory",
             f"{needed:.2f} GiB{f' of {capacity:.2f} GiB' if capacity else ''}{f': {verdict}' if verdict else ''}",
@@ -79,6 +78,7 @@ def prediction_section(document: Document) -> str:
                     ["batch", _batch(document)],
                     ["software", inputs["software"]],
                     *_loading(document),
+                    *([["least known", weakest["fact"]]] if (weakest := document.get("weakest_term")) else []),
                 ],
             ),
             *_splits(document),
@@ -273,10 +273,10 @@ def sweep_section(document: Document) -> str:
         parts.append(bars(values, f"{title[:1].upper()}{title[1:]}, by {document['axis']}"))
     refused = [[number_text(point["value"]), point["refused"]] for point in points if point["step_time_s"] is None]
     parts.append(table([document["axis"], "why there is no prediction"], refused))
-    changes = [[each["resource"], f"{100 * each['step_time_change']:+.3f} %"] for each in document["sensitivity"]]
+    changes = [[rate["resource"], f"{100 * rate['step_time_change']:+.3f} %"] for rate in document["sensitivity"]]
     parts.append(table(["1 % more", "step time"], changes, "Sensitivity"))
     slow = document["slow_ranks"]
-    slow_rows = [[each["ranks"], f"{100 * each['step_time_change']:+.1f} %"] for each in slow["ranks"]]
+    slow_rows = [[delay["ranks"], f"{100 * delay['step_time_change']:+.1f} %"] for delay in slow["ranks"]]
     columns = [f"one of these ranks takes {format_percent(slow['slowdown'])} more compute time", "step time"]
     parts.append(table(columns, slow_rows, "Slow rank"))
     return "".join(parts)
@@ -377,9 +377,14 @@ def comparison_section(document: Document) -> str:
         parts.append(table(["part of the predicted step", "predicted", "standard deviation"], uncertain))
     if document.get("hypotheses"):
         hypotheses = [
-            [hypothesis["change"], format_time(hypothesis["step_time_s"])] for hypothesis in document["hypotheses"]
+            [
+                hypothesis["change"],
+                format_time(hypothesis["step_time_s"]),
+                "" if hypothesis["step_error"] is None else f"{hypothesis['step_error']:+.1%}",
+            ]
+            for hypothesis in document["hypotheses"]
         ]
-        parts.append(table(["what could explain it", "step time"], hypotheses))
+        parts.append(table(["what could explain it", "step time", "error"], hypotheses))
     parts.append(listing(document["notes"]))
     return "".join(parts)
 

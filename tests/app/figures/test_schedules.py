@@ -1,12 +1,15 @@
-"""Schedules on tiny pipelines: closed forms, memory limits, and a figure that shows them up to a time."""
+"""Schedules on tiny pipelines: closed forms, memory limits, and a drawing that shows them up to a time."""
 
 from __future__ import annotations
 
+import re
+from xml.etree import ElementTree
+
 import pytest
 
-from app.figures.schedules import schedule_figure, schedule_timeline, why_bubble
+from app.figures.schedules import schedule_drawing, schedule_timeline, why_bubble
 from simplan.plan.schedules import SCHEDULE_FACTS
-from tests.app.figures.drawn import checked
+from simplan.report.drawings.drawing_svg import drawing_svg
 
 
 def test_bytes_that_ranks_hold() -> None:
@@ -33,15 +36,21 @@ def test_interleaving_splits_the_same_model(stages: int) -> None:
 @pytest.mark.parametrize("name", SCHEDULE_FACTS)
 def test_every_schedule_is_drawn_up_to_a_time(name: str) -> None:
     drawn = schedule_timeline(name, 4, 8)
-    assert not checked(schedule_figure(drawn, drawn.instants[0])).data
-    whole = checked(schedule_figure(drawn, drawn.instants[-1]))
-    busy = sum(width for trace in whole.data for width in trace.x)
+    assert not schedule_drawing(drawn, drawn.instants[0]).boxes
+    whole = schedule_drawing(drawn, drawn.instants[-1])
+    busy = sum(box.duration_s for box in whole.boxes)
     assert busy == pytest.approx((1 - drawn.bubble_fraction) * drawn.num_ranks * drawn.length)
+    assert whole.idle_fraction == pytest.approx(drawn.bubble_fraction)
     until = drawn.instants[len(drawn.instants) // 2]
-    part = checked(schedule_figure(drawn, until))
-    assert max(base + width for trace in part.data for base, width in zip(trace.base, trace.x, strict=True)) <= until
-    assert sum(len(trace.x) for trace in part.data) == sum(box.start_s < until for row in drawn.rows for box in row)
-    assert len({box.action for row in drawn.rows for box in row}) == sum(map(len, drawn.rows))
+    part = schedule_drawing(drawn, until)
+    assert max(box.end_s for box in part.boxes) <= until
+    assert len(part.boxes) == sum(box.start_s < until for row in drawn.rows for box in row)
+    assert part.idle_fraction == pytest.approx(drawn.bubble_fraction)
+    svg = ElementTree.fromstring(drawing_svg(part))
+    assert len(svg.findall("{*}g[@class='box']")) == len(part.boxes)
+    words = [text for part in svg.iter() if (text := part.text) and text.strip()]
+    assert f"{name}: {drawn.length:g} units" in words
+    assert not [text for text in words if re.search(r"\d (s|ms|us)\b", text)], "times have no unit of ours"
 
 
 @pytest.mark.parametrize("weight", [0.5, 1.0, 2.0])

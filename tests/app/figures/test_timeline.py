@@ -31,7 +31,7 @@ def test_boxes_are_those_of_the_drawing(name: str) -> None:
     drawing = draw_pipeline(predicted(name))
     assert [lane.rank for lane in result.lanes] == [row.rank for row in drawing.rows]
     for lane, row in zip(result.lanes, drawing.rows, strict=True):
-        assert [box.label for box in lane.compute] == [str(box.action) for box in row.boxes]
+        assert [(box.action, box.label) for box in lane.compute] == [(box.action, str(box.action)) for box in row.boxes]
         assert [box.start_s for box in lane.compute] == pytest.approx([box.start_s for box in row.boxes])
         assert [box.recompute_s for box in lane.compute] == pytest.approx([box.recompute_s for box in row.boxes])
 

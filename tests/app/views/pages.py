@@ -62,3 +62,8 @@ def assert_no_bug(test: AppTest) -> None:
     assert not [shown.value for shown in test.error if "bug of simplan" in shown.value]
     for chart in test.get("plotly_chart"):
         checked(json.loads(chart.proto.spec))
+
+
+def drawings_of(page: AppTest) -> str:
+    """The SVG of all drawings of a page."""
+    return "\n".join(frame.proto.srcdoc for frame in page.get("iframe"))

@@ -24,7 +24,7 @@ from simplan.report.text import device_memory_words
 from simplan.scenario import parse_scenario
 from simplan.training import TrainingBudget
 from simplan.units import format_bytes, format_count, format_number, format_time
-from tests.app.views.pages import SMALL, assert_no_bug, opened, query_of
+from tests.app.views.pages import SMALL, assert_no_bug, drawings_of, opened, query_of
 
 PLANS = st.fixed_dictionaries(
     {},
@@ -198,9 +198,10 @@ def test_learning() -> None:
         "learn", view={"topic": "schedules", "lesson": "zb-h1", "lesson_p": 3, "lesson_w": 2, "lesson_time": 4.0}
     )
     assert_no_bug(page)
-    [chart] = page.get("plotly_chart")
-    [line] = json.loads(chart.proto.spec)["layout"]["shapes"]
-    assert line["x0"] == 4.0
+    svg = drawings_of(page)
+    assert "0F2: forward" in svg
+    assert "0F0: forward, microbatch 0 on stage 0; starts at 0 units, takes 1 units" in svg
+    assert "2W" not in svg, "not begun at 4"
     page.pills(key="view:topic").set_value("definitions").run()
     assert_no_bug(page)
     assert query_of(page)["v.topic"] == "definitions"

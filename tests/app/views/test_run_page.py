@@ -17,7 +17,7 @@ from simplan.report.goodput import format_money, headline
 from simplan.scenario import parse_scenario
 from simplan.scenario.whole_run.goodput import goodput_of
 from simplan.units import format_number, format_span
-from tests.app.views.pages import SMALL, assert_no_bug, opened, query_of
+from tests.app.views.pages import SMALL, assert_no_bug, drawings_of, opened, query_of
 from tests.support.slow import slow_except
 
 SETTINGS: dict[str, Any] = {
@@ -69,10 +69,10 @@ def test_it_says_what_the_command_says() -> None:
     assert list(changes["change"]) == [change["words"] for change in document["sensitivity"]]
     assert list(causes["cause"]) == [*document["interruptions_by_cause"]]
     assert "simplan goodput gpt2-124m-4-dgx-h100.yaml --trials 500 --seed 0" in [code.value for code in page.code]
-    assert subheading(run_timeline(result)) in text_of(page)
+    assert subheading(run_timeline(result)) in drawings_of(page)
     page.number_input(key="view:trial").set_value(7).run()
     assert_no_bug(page)
-    assert subheading(run_timeline(result, 7)) in text_of(page)
+    assert subheading(run_timeline(result, 7)) in drawings_of(page)
     again = opened("run", document=document_of(page), view={"trial": 7})
     assert document_of(again) == document_of(page) == WHOLE
     assert text_of(again) == text_of(page)
