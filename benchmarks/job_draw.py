@@ -35,15 +35,17 @@ _MENDINGS, _ATTEMPTS = 12, 100
 _MODELS = tuple(dict.fromkeys(catalog.canonical_name("models", name) for name in catalog.names("models")))
 _CLUSTERS = tuple(name for name in catalog.names("clusters") if name != THIS_MACHINE)
 _SEQUENCE_LENGTHS = tuple(2**power for power in range(9, 18))
-_SOFTWARE_OPTIONS: dict[str, tuple[Any, ...]] = {
+SOFTWARE_OPTIONS: dict[str, tuple[Any, ...]] = {
     "autocast": (True,),
     "compiled": (True, False),
+    "compiled_loss": (None, True, False),
     "channels_last": (True, False),
     "broadcast_buffers": (True, False),
     "cuda_graphs": (True, False),
     "dtensor": (True, False),
     "expert_dispatch": ("copies", "deepep", "hybridep"),
     "expert_overlap": (True, False),
+    "flat_parameters": (True, False),
     "flat_shards": (False,),
     "fp8_activation_input": (True,),
     "fp8_dot_product_attention": (True,),
@@ -188,7 +190,7 @@ class _Draw:
 
     def _software(self) -> Document:
         name = self._random.choice(catalog.names("software"))
-        options = {str(option): _SOFTWARE_OPTIONS[option] for option in catalog.software(name).options}
+        options = {str(option): SOFTWARE_OPTIONS[option] for option in catalog.software(name).options}
         return {"preset": name, **self._some(options, 0.2)}
 
     def _mesh(self, model: ModelSpec, devices_per_node: int) -> Document:

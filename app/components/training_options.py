@@ -22,6 +22,7 @@ from simplan.wording import either
 _OPTIONS = {
     "autocast": "Autocast",
     "compiled": "torch.compile",
+    "compiled_loss": "Compiled loss",
     "cuda_graphs": "CUDA graphs",
     "dtensor": "DTensor",
     "loss": "Loss",
@@ -88,7 +89,9 @@ def _task(document: Document, *, has_adapters: bool) -> None:
 def _option(document: Document, option: str, default: Any) -> None:
     """Widget of an option of the framework; disabled, with the reason, if it can have no other value."""
     path, values = ("software", option), get_args(SoftwareSpec.model_fields[option].annotation)
-    if isinstance(default, bool):
+    if bool in values:  # or None: what another option says
+        open_choice(document, _OPTIONS[option], path, (default, True, False), default, "as the blocks", then=_after_option)
+    elif isinstance(default, bool):
         value = get(path, default)
         why_not = objection(document, with_value(document, path, not value))
         switch(_OPTIONS[option], path, default, then=_after_option, disabled=bool(why_not), help=about(path, why_not))

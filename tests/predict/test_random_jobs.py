@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
-from benchmarks.job_draw import random_scenario
+from benchmarks.job_draw import SOFTWARE_OPTIONS, random_scenario
 from benchmarks.random_jobs import measured
+from simplan.software.software import SoftwareOption
 
 _NUM_JOBS = 200
 _MOST_OPERATIONS, _MOST_BYTES = 1_200_000, 2**30
@@ -14,6 +17,10 @@ _MOST_OPERATIONS, _MOST_BYTES = 1_200_000, 2**30
 def test_a_seed_draws_one_job() -> None:
     jobs = [random_scenario(seed)[1].job for seed in (0, 1, 0)]
     assert jobs[0] == jobs[2] != jobs[1]
+
+
+def test_every_option_of_software_is_drawn() -> None:
+    assert SOFTWARE_OPTIONS.keys() == {*get_args(SoftwareOption)}
 
 
 @pytest.mark.slow
