@@ -693,7 +693,7 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "packed, gathers keys": (
         f"{_FSDP2}context_parallel_size: 2\nsample_packing: true\n",
-        {"cp": 2, "cp_comm": "all_gather", "dp_shard": 8},
+        {"cp": 2, "cp_comm": "ring", "dp_shard": 8},
     ),
 }
 
@@ -706,6 +706,8 @@ def test_axolotl_shards_and_splits_as_it_says(name: str, tmp_path: Path) -> None
     path.write_text(f"{_AXOLOTL}bf16: true\n{text}", encoding="utf-8")
     job = scenario_from(path, {"cluster.preset": "dgx-h100", "cluster.num_nodes": 2}).job
     assert {key: getattr(job.plan, key) for key in expected} == expected
+    layers = job.software.layers_of(job.model, job.plan)
+    assert not any(table.name == MASK for layer in layers for table in layer.constants), "ring-flash-attn has none"
 
 
 _EFFICIENT = "accelerate launch --num_processes 8 --use_fsdp --fsdp_version 2 --fsdp_cpu_ram_efficient_loading true"

@@ -92,7 +92,8 @@ class LayerImplementation(Spec):
         split_backward: Tensors that stay between input gradient and weight gradient of a split backward. ``all``:
             nearly all that forward saved (torch). ``matmuls``: input and output gradient of each matmul with a weight.
         gathered_keys: Attention to keys all-gathered from context-parallel ranks: in one call with a mask tensor
-            (``masked``), or sequentially to the keys of each rank, without a mask tensor (``by_rank``).
+            (``masked``, simplan's executor), or to the keys of one rank after the other or up to a chunk's own, without
+            a mask tensor (``by_rank``).
         documents_in_one_call: One kernel call attends for all packed documents, and its outputs are one tensor.
         expert_dispatch: Dispatch of tokens to experts (``simplan.model.implementations.expert_dispatch``), set from the
             profile.
