@@ -1096,6 +1096,27 @@ def test_simulated_quantization_of_axolotl_is_read(qat: str, expected: str, tmp_
     assert training.fake_quantization.words == expected
 
 
+@pytest.mark.parametrize(
+    ("attention", "length", "window"),
+    [
+        ("attn_implementation: flash_attention_2", 4096, None),
+        ("flash_attention: true", 4096, None),
+        ("attn_implementation: sdpa", 4096, 4096),
+        ("attn_implementation: flash_attention_2", 2048, 4096),
+        ("attn_implementation: flash_attention_2", 8192, 4096),
+    ],
+)
+def test_flash_attention_ignores_a_window_as_long_as_sequences(
+    attention: str, length: int, window: int | None, tmp_path: Path
+) -> None:
+    """Of Mistral 7B v0.1, whose window is 4,096; SDPA has a mask tensor at that length."""
+    path = tmp_path / "run.yaml"
+    text = _AXOLOTL.replace("Qwen/Qwen2.5-7B", "mistralai/Mistral-7B-v0.1").replace("2048", str(length))
+    path.write_text(f"{text}bf16: true\n{attention}\n", encoding="utf-8")
+    add = {"cluster.preset": "dgx-h100", "cluster.num_nodes": 1}
+    assert scenario_from(path, add).job.model.sliding_window == window
+
+
 @pytest.mark.parametrize("word", ["allgather", "alltoall"])
 def test_rotation_of_context_parallelism_makes_no_mask(word: str, tmp_path: Path) -> None:
     """Accelerate 1.15, utils/dataclasses.py: TorchContextParallelConfig; a mask of 2^20 by 2^17 tokens is 128 GiB."""
