@@ -149,6 +149,22 @@ def test_kept_bytes_and_peak_are_those_of_the_layer(
     run.assert_peak()
 
 
+@pytest.mark.parametrize("precision", ["fp32", "cast"])
+def test_a_loss_of_shifted_logits_has_one_copy_more(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss of transformers 4.46 to 4.48, whose copies lack one of 32 tokens; that of 4.49 has a peak 14 % smaller."""
+
+    def loss_of_shifted(logits: Tensor, labels: Tensor, _: Any) -> Tensor:
+        wide = logits.float()
+        shifted = wide[..., :-1, :].contiguous()
+        return functional.cross_entropy(shifted.flatten(0, -2), labels[..., 1:].flatten())
+
+    monkeypatch.setattr(layer_runs, "cross_entropy", loss_of_shifted)
+    run = layer_run("llama", -1, "none", precision, monkeypatch)
+    style = STYLE.model_copy(update={"shifted_logits": True})
+    run.layer = implemented_layers(MODELS["llama"].layers, style, "llama")[-1]
+    run.assert_peak(within=0.03)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_and_order_of_gradients_are_those_of_the_layers(name: str) -> None:
     """Shapes in the order of registration, and which gradient follows which, on which DDP's buckets depend."""
