@@ -38,6 +38,7 @@ _SEQUENCE_LENGTHS = tuple(2**power for power in range(9, 18))
 _SOFTWARE_OPTIONS: dict[str, tuple[Any, ...]] = {
     "autocast": (True,),
     "compiled": (True, False),
+    "compiled_loss": (True, False),
     "channels_last": (True, False),
     "broadcast_buffers": (True, False),
     "cuda_graphs": (True, False),
