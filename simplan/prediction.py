@@ -144,6 +144,39 @@ def all_fit(memory: Iterable[RankMemory]) -> bool | None:
     return False if False in verdicts else None if None in verdicts else True
 
 
+def busiest_host_bytes(job: Job, memory: Iterable[RankMemory]) -> int:
+    """Offloaded bytes in host memory, summed over the ranks of a node, on the node with the most."""
+    totals = Counter[int]()
+    for rank in memory:
+        if rank.host_bytes:
+            totals[job.node_of(rank.rank)] += rank.host_bytes
+    return max(totals.values(), default=0)
+
+
+def fits_on_hosts(job: Job, memory: Iterable[RankMemory], loading: LoadingPeaks | None) -> bool | None:
+    """True if offloaded tensors, and the model while it is loaded, fit in the host memory of every node.
+
+    None if that memory is unknown.
+    """
+    capacity = job.cluster.host_memory_bytes
+    loaded_bytes = 0 if loading is None else loading.host_bytes
+    return None if capacity is None else max(busiest_host_bytes(job, memory), loaded_bytes) <= capacity
+
+
+def job_fits(job: Job, memory: Sequence[RankMemory], loading: LoadingPeaks | None) -> bool | None:
+    """True if a job fits on all devices and hosts, also while its model is loaded; of predictions and their summaries.
+
+    False if one of them lacks memory; None if that is unknown.
+
+    Args:
+        memory: Memory of every rank; without offloaded tensors, of different ranks.
+    """
+    capacity = worst_memory(memory).capacity_bytes
+    if loading is not None and capacity is not None and loading.device_bytes > capacity:
+        return False
+    return False if fits_on_hosts(job, memory, loading) is False else all_fit(memory)
+
+
 def memory_verdict(worst: RankMemory, capacity_bytes: int | None) -> MemoryVerdict | None:
     """Verdict on the peak-memory rank of a plan; None if the memory of a device is unknown."""
     if capacity_bytes is None:
@@ -596,9 +629,9 @@ class Prediction:
         bubble_fraction: Idle fraction of compute streams between the first and the last compute of any rank, mean over
             ranks. The optimizer step is excluded.
         capacity_bytes: Memory of one device, of the peak-memory rank if devices differ; None if unknown.
-        fits: True if every rank's tensors and context are within the memory of its device, in the step and while the
-            model is loaded; None if unknown. The caching allocator's unused blocks do not count, since it frees them
-            before it fails (``RankMemory.short_bytes``).
+        fits: True if every rank's tensors and context are within the memory of its device, and offloaded tensors within
+            that of their host, in the step and while the model is loaded; None if unknown (``job_fits``). The caching
+            allocator's unused blocks do not count, since it frees them before it fails (``RankMemory.short_bytes``).
         splits: Time split per rank, in the order of ``memory``.
         tokens_per_s_per_device: Throughput, including padding of packed sequences; 0 for image models, which have no
             tokens.
@@ -657,8 +690,7 @@ class Prediction:
         worst = self.worst_memory
         memory = format_bytes(worst.wanted_bytes)
         if self.capacity_bytes is not None:
-            words = "does not fit" if self.host_fits is False else self.memory_verdict
-            memory = f"{words}: {memory} of {format_bytes(self.capacity_bytes)}"
+            memory = f"{self.memory_verdict}: {memory} of {format_bytes(self.capacity_bytes)}"
         mfu = "" if self.mfu is None else f", MFU {format_percent(self.mfu)}"
         return f"Prediction({self.name}: {time}, {memory}{mfu})"
 
@@ -691,12 +723,12 @@ class Prediction:
 
     @property
     def memory_verdict(self) -> MemoryVerdict | None:
-        """Verdict on the device memory, also while the model is loaded; None if that is unknown."""
+        """Verdict on devices and hosts, also while the model is loaded; None if the memory of a device is unknown."""
         verdict, capacity = memory_verdict(self.worst_memory, self.capacity_bytes), self.capacity_bytes
+        if self.fails_to_load or self.host_fits is False:
+            return "does not fit"
         if self.loading is None or capacity is None:
             return verdict
-        if self.loading.device_bytes > capacity:
-            return "does not fit"
         has_little = self.loading.device_bytes > (1 - _LEAST_HEADROOM) * capacity
         return "may not fit" if verdict == "fits" and has_little else verdict
 
@@ -735,23 +767,13 @@ class Prediction:
 
     @property
     def worst_host_bytes(self) -> int:
-        """Offloaded bytes in host memory, summed over the ranks of a node, on the node with the most."""
-        if not any(memory.host_bytes for memory in self.memory):
-            return 0
-        totals = Counter[int]()
-        for memory in self.memory:
-            totals[self.job.node_of(memory.rank)] += memory.host_bytes
-        return max(totals.values())
+        """See ``busiest_host_bytes``."""
+        return busiest_host_bytes(self.job, self.memory)
 
     @property
     def host_fits(self) -> bool | None:
-        """True if offloaded tensors, and the model while it is loaded, fit in the host memory of every node.
-
-        None if that memory is unknown.
-        """
-        capacity = self.job.cluster.host_memory_bytes
-        loaded_bytes = 0 if self.loading is None else self.loading.host_bytes
-        return None if capacity is None else max(self.worst_host_bytes, loaded_bytes) <= capacity
+        """See ``fits_on_hosts``."""
+        return fits_on_hosts(self.job, self.memory, self.loading)
 
     @property
     def samples_per_s_per_device(self) -> float:

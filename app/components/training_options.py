@@ -90,7 +90,9 @@ def _option(document: Document, option: str, default: Any) -> None:
     """Widget of an option of the framework; disabled, with the reason, if it can have no other value."""
     path, values = ("software", option), get_args(SoftwareSpec.model_fields[option].annotation)
     if bool in values:  # or None: what another option says
-        open_choice(document, _OPTIONS[option], path, (default, True, False), default, "as the blocks", then=_after_option)
+        open_choice(
+            document, _OPTIONS[option], path, (default, True, False), default, "as the blocks", then=_after_option
+        )
     elif isinstance(default, bool):
         value = get(path, default)
         why_not = objection(document, with_value(document, path, not value))

@@ -104,7 +104,7 @@ def _show_plan(document: dict[str, Any], scenario: Scenario, inputs: tuple[str, 
         download("Memory", f"{scenario.name} memory by rank", "csv", csv_text(rows))
         download("Terms", f"{scenario.name} terms", "csv", csv_text(list(map(_term_row, prediction.terms))))
     with changes_place:
-        if prediction.fits is False or prediction.host_fits is False:
+        if prediction.fits is False:
             _show_fixes(document, inputs, prediction.job)
         elif last_read() is not None:
             _show_faster(document, inputs, prediction.job)

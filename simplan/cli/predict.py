@@ -119,7 +119,7 @@ def _predict_all(
 
 def _fixes(prediction: Prediction, calibration: Calibration | None) -> tuple[Fix, ...] | None:
     """Changes with which a job fits; None if it fits as it is."""
-    if prediction.memory_verdict in (None, "fits", "may not fit") and prediction.host_fits is not False:
+    if prediction.memory_verdict in (None, "fits", "may not fit"):
         return None
     from simplan.search import fixes
 
@@ -141,7 +141,7 @@ def _warning(scenario: Scenario, request: ScenarioRequest, prediction: Predictio
     """Sentence on an assumed plan that does not fit or mostly waits for communication; empty for any other."""
     exposed_s = sum(split.exposed_communication_s for split in prediction.splits) / len(prediction.splits)
     share = exposed_s / prediction.step_time_s
-    fits = prediction.fits is not False and prediction.host_fits is not False
+    fits = prediction.fits is not False
     if not scenario.plan_is_assumed or (fits and share <= _MOST_OF_A_STEP):
         return ""
     words = f"{format_percent(share)} of the step is exposed communication. Find faster plans"

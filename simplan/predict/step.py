@@ -48,7 +48,7 @@ from simplan.prediction import (
     ReplicationRound,
     ReplicationWorkers,
     Term,
-    all_fit,
+    job_fits,
     worst_memory,
 )
 from simplan.program.action import Table
@@ -119,9 +119,7 @@ def predict_step(
     splits = step.splits(step_time_s)
     loading = loading_of(job, step.assignment, step.tables[0], calibration)
     worst = worst_memory(memory)
-    fits = all_fit(memory)
-    if loading is not None and worst.capacity_bytes is not None and loading.device_bytes > worst.capacity_bytes:
-        fits = False
+    fits = job_fits(job, memory, loading)
     sequences_per_s = job.sequences_per_step / step_time_s
     available = cluster.peak_flop_per_s.get(training.precision)
     mfu, mfu_full = (

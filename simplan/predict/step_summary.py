@@ -20,7 +20,7 @@ from simplan.predict.build import folding_of
 from simplan.predict.memory import device_memory, loading_of
 from simplan.predict.simulated import error_sources, interval_s, moved_durations_s
 from simplan.predict.truncated import Extent, TruncatedStep, extent_of, predicted_extent
-from simplan.prediction import MemoryKind, RankMemory, all_fit
+from simplan.prediction import MemoryKind, RankMemory, busiest_host_bytes, job_fits
 from simplan.program.program import Program, Work, gc_paused
 from simplan.program.size import refuse_many_actions
 from simplan.rules import check_job
@@ -86,9 +86,6 @@ def summarize_step(job: Job, *, steps_overlap: bool = False) -> StepSummary:
     memory = [device_memory(peaks, job, rank=rank) for rank, peaks in step.peaks().items()]
     kinds = get_args(MemoryKind)
     loading = loading_of(job, step.assignment, step.tables[0], None)
-    capacity_bytes = min((rank.capacity_bytes for rank in memory if rank.capacity_bytes is not None), default=None)
-    loads = loading is None or loading.fits(capacity_bytes, job.cluster.host_memory_bytes)
-    fits = all_fit(memory)
     worst = {kind: max(memory, key=lambda rank: getattr(rank, f"{kind}_bytes")) for kind in kinds}
     return StepSummary(
         step_time_s=step_time_s,
@@ -96,7 +93,7 @@ def summarize_step(job: Job, *, steps_overlap: bool = False) -> StepSummary:
         peak_bytes={kind: getattr(rank, f"{kind}_bytes") for kind, rank in worst.items()},
         measurable_bytes={kind: rank.measurable_bytes(kind) for kind, rank in worst.items()},
         peak_interval_bytes={kind: rank.interval_bytes[kind] for kind, rank in worst.items()},
-        fits=fits and loads,
+        fits=job_fits(job, _with_hosts(step) or memory, loading),
     )
 
 
@@ -105,6 +102,8 @@ def evaluate_step(
     job: Job, calibration: Calibration | None = None, max_bytes: int | None = None, *, whole: bool = False
 ) -> tuple[int, float | None]:
     """Device bytes of the worst rank with the full allocator reserve, and the step time in seconds.
+
+    Hosts that lack memory count as a device that lacks as large a part, so that one limit is that of both.
 
     Args:
         job, calibration: See ``TruncatedStep``.
@@ -126,9 +125,24 @@ def evaluate_step(
     else:
         peaks = set(step.peaks().values())
         num_bytes = max(device_memory(of_rank, job, calibration).device_bytes for of_rank in peaks)
+    num_bytes = max(num_bytes, _as_of_host(step))
     if max_bytes is not None and num_bytes > max_bytes:
         return num_bytes, None
     return num_bytes, float(step.seconds()[0])
+
+
+def _with_hosts(step: TruncatedStep) -> tuple[RankMemory, ...]:
+    """Memory of every rank of a job that offloads to hosts of known memory; empty for any other."""
+    plan = step.job.plan
+    offloads = plan.offload_optimizer or plan.offload_activations or step.asynchronous is not None
+    return step.memory() if offloads and step.job.cluster.host_memory_bytes is not None else ()
+
+
+def _as_of_host(step: TruncatedStep) -> int:
+    """Device bytes, more than a device has, that lack as large a part as the host bytes do; 0 if these fit."""
+    host, device = step.job.cluster.host_memory_bytes, step.job.cluster.largest_memory_bytes
+    on_host = busiest_host_bytes(step.job, _with_hosts(step))
+    return 0 if host is None or device is None or on_host <= host else math.ceil(device * on_host / host)
 
 
 def _as_of_largest(memory: RankMemory, job: Job) -> int:

@@ -50,12 +50,12 @@ def verdict(prediction: Prediction) -> str:
     needs = f"rank {worst.rank} needs {format_bytes(needed_bytes)}"
     capacity = prediction.capacity_bytes
     words = prediction.memory_verdict
-    if words is None or capacity is None:
-        return f"{needs}; the catalog does not know the memory of {prediction.job.cluster.device.id}"
     if prediction.fails_to_load and worst.fits is not False:
         return f"does not fit: {loading_failure(prediction)}"
     if prediction.host_fits is False:
         return f"does not fit: {_host_memory(prediction)}"
+    if words is None or capacity is None:
+        return f"{needs}; the catalog does not know the memory of {prediction.job.cluster.device.id}"
     headroom = capacity - needed_bytes
     share = format_percent(abs(headroom) / capacity)
     of = f"{needs} of {format_bytes(capacity)}, {format_bytes(abs(headroom))} ({share})"

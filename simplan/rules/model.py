@@ -201,7 +201,8 @@ def _unlike_transformers(model: ModelSpec) -> Iterator[tuple[str, Any]]:
     """Yield fields whose values transformers' code does not have, with the nearest value that it has."""
     for field, values in (_MODELLED | (_EXPERTS if model.family == "moe" else {})).items():
         value = getattr(model, field)
-        # a window longer than a sequence makes no mask (transformers, masking_utils.py, _ignore_causal_mask_sdpa)
+        # a window longer than a sequence makes no mask, and one as long does (transformers, masking_utils.py,
+        # _ignore_causal_mask_sdpa), except of FlashAttention 2 (modeling_flash_attention_utils.py)
         if value not in values and not (field == "sliding_window" and value > model.seq_len):
             yield field, values[0]
 
@@ -267,6 +268,8 @@ def transformers_model(job: Job) -> Iterator[Problem]:
         return
     for field, nearest in _unlike_transformers(model):
         fix = "remove it" if nearest in (None, False) else f"use {nearest:g}"
+        if field == "sliding_window" and model.sliding_window == model.seq_len:
+            fix = "remove it if attention is FlashAttention 2, which ignores it then"
         yield not_modelled(job, f"model.{field}", "this with transformers' code", f"{fix}, or {_FIX}")
     if model.qkv_bias and (model.attention_bias or model.qk_norm):
         what = "transformers' Qwen2 with other biases or norms"
@@ -332,10 +335,7 @@ def transformers_split_backward(job: Job) -> Iterator[Problem]:
 )
 def transformers_experts_autocast(job: Job) -> Iterator[Problem]:
     """grouped_mm is on none of autocast's lists (transformers, integrations/moe.py, _grouped_mm)."""
-    precision = job.training.precision
-    narrow = precision in ("bf16", "fp16")
-    is_tuned = job.training.task == "lora"  # weights have 16 bits
-    if _is_transformers(job) and job.model.num_experts and narrow and not (job.plan.shards_parameters or is_tuned):
+    if _is_transformers(job) and job.model.num_experts and computed_in(job) == "autocast":
         what = "transformers' Mixtral under autocast, which leaves its experts in fp32,"
         yield not_modelled(job, "training.precision", what, f"use fp32, or FSDP (dp_shard), or {_FIX}")
 

@@ -122,7 +122,7 @@ _ALL = (
     Metric("mfu", "model FLOPs utilization, causal attention counted half, no recomputation", ""),
     Metric("mfu_full_attention", "model FLOPs utilization, full attention counted (PaLM, most papers)", ""),
     Metric("hfu", "hardware FLOPs utilization: as mfu, recomputed FLOPs counted", ""),
-    Metric("fits", "whether tensors and context of the worst rank are within the capacity", ""),
+    Metric("fits", "whether the job fits on devices and hosts, also while it is loaded", ""),
     Metric(
         "fits_safely",
         "whether the 90 % interval of the worst rank's device memory is within the capacity (verdict: fits)",

@@ -15,7 +15,7 @@ from simplan.cost.calibration.format import Calibration
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
-from simplan.predict.step import jobs_of_seeds
+from simplan.predict.step import jobs_of_seeds, predict
 from simplan.problems import parse_model
 from simplan.rules import BY_NAME
 from simplan.search.candidates import FIELDS
@@ -45,7 +45,7 @@ from simplan.search.space import (
     that_it_has,
     with_options,
 )
-from simplan.search.statistics import ROUNDING, Statistics, rounded
+from simplan.search.statistics import ROUNDING, InfeasiblePlan, Statistics, rounded
 from simplan.search.ways import with_ways
 
 _LIMITS = {"memory": "the worst device must hold it", "max_step_time_s": "a step must be within the deadline"}
@@ -331,7 +331,16 @@ class _Search:
                 lacking_s=miss.lacking if late else None,
             )
             for miss in (self._statistics.late if late else self._statistics.misses)
+            if late or not self._lacks_host_memory(miss)
         )
+
+    def _lacks_host_memory(self, miss: InfeasiblePlan) -> bool:
+        """True if a plan offloads more than hosts hold; no larger device would help it."""
+        plan = miss.plan
+        if self._job.cluster.host_memory_bytes is None or not (plan.offload_optimizer or plan.offload_activations):
+            return False
+        job = with_options(self._job, miss.options).with_num_devices(plan.num_devices).with_plan(plan)
+        return predict(job, calibration=self._calibration).host_fits is False
 
 
 def _alike(group: Group) -> EquivalentPlans:

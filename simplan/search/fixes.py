@@ -149,7 +149,7 @@ def fixes(
     capacity = int(prediction.capacity_bytes * max_memory_fraction)
     least_bytes = prediction.worst_memory.needed_bytes
     fits = least_bytes <= capacity and prediction.memory_verdict in ("fits", "may not fit")
-    if fits and prediction.host_fits is not False:
+    if fits:
         return ()
     first, slower = _fitting(prediction.job, capacity, calibration, kinds)
     candidates = [fix for tried in first if (fix := _predicted(tried, prediction, capacity, calibration)) is not None]

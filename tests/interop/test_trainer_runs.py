@@ -693,7 +693,7 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "packed, gathers keys": (
         f"{_FSDP2}context_parallel_size: 2\nsample_packing: true\n",
-        {"cp": 2, "cp_comm": "all_gather", "dp_shard": 8},
+        {"cp": 2, "cp_comm": "ring", "dp_shard": 8},
     ),
 }
 
@@ -706,6 +706,8 @@ def test_axolotl_shards_and_splits_as_it_says(name: str, tmp_path: Path) -> None
     path.write_text(f"{_AXOLOTL}bf16: true\n{text}", encoding="utf-8")
     job = scenario_from(path, {"cluster.preset": "dgx-h100", "cluster.num_nodes": 2}).job
     assert {key: getattr(job.plan, key) for key in expected} == expected
+    layers = job.software.layers_of(job.model, job.plan)
+    assert not any(table.name == MASK for layer in layers for table in layer.constants), "ring-flash-attn has none"
 
 
 _EFFICIENT = "accelerate launch --num_processes 8 --use_fsdp --fsdp_version 2 --fsdp_cpu_ram_efficient_loading true"
@@ -1092,6 +1094,27 @@ def test_simulated_quantization_of_axolotl_is_read(qat: str, expected: str, tmp_
     training = scenario_from(path, {"cluster.preset": "dgx-h100", "cluster.num_nodes": 1}).job.training
     assert training.fake_quantization is not None
     assert training.fake_quantization.words == expected
+
+
+@pytest.mark.parametrize(
+    ("attention", "length", "window"),
+    [
+        ("attn_implementation: flash_attention_2", 4096, None),
+        ("flash_attention: true", 4096, None),
+        ("attn_implementation: sdpa", 4096, 4096),
+        ("attn_implementation: flash_attention_2", 2048, 4096),
+        ("attn_implementation: flash_attention_2", 8192, 4096),
+    ],
+)
+def test_flash_attention_ignores_a_window_as_long_as_sequences(
+    attention: str, length: int, window: int | None, tmp_path: Path
+) -> None:
+    """Of Mistral 7B v0.1, whose window is 4,096; SDPA has a mask tensor at that length."""
+    path = tmp_path / "run.yaml"
+    text = _AXOLOTL.replace("Qwen/Qwen2.5-7B", "mistralai/Mistral-7B-v0.1").replace("2048", str(length))
+    path.write_text(f"{text}bf16: true\n{attention}\n", encoding="utf-8")
+    add = {"cluster.preset": "dgx-h100", "cluster.num_nodes": 1}
+    assert scenario_from(path, add).job.model.sliding_window == window
 
 
 @pytest.mark.parametrize("word", ["allgather", "alltoall"])

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from simplan import catalog
 from simplan.model.implementations.layer_implementation import LayerImplementation, implemented_layer
 from simplan.model.layer import Attention, CollectiveKind, Gemm, LayerCollective, LayerSpec
 from simplan.model.model import ModelSpec
+from simplan.model.parts.attention import MASK
+from simplan.plan.plan import ParallelPlan
 from simplan.plan.shard import Shard
 from tests.jobs import tiny_model
 
@@ -109,3 +112,15 @@ def test_context_parallel_ranks_have_whole_matrices_and_few_tokens() -> None:
     for kernel in model_of("llama").layers_of(Shard(cp=4, cp_comm="a2a"))[1].kernels:
         if isinstance(kernel, Gemm):
             assert kernel.m == SEQ_LEN // 4
+
+
+@pytest.mark.parametrize(
+    ("software", "is_masked"),
+    [("torch", True), ("megatron-core", False), ("megatron-bridge", False), ("nemo", False), ("torchtitan", False)],
+)
+def test_gathered_keys_have_a_mask_tensor_where_one_call_reads_all(software: str, is_masked: bool) -> None:
+    """Of TransformerEngine and torchtitan every call is causal; a rank's mask has its queries times all keys."""
+    model, plan = model_of("llama"), ParallelPlan(cp=4, cp_comm="all_gather")
+    layers = catalog.software(software).layers_of(model, plan)
+    masks = {table.elements for layer in layers for table in layer.constants if table.name == MASK}
+    assert masks == ({model.seq_len // 4 * model.seq_len} if is_masked else set())

@@ -14,6 +14,7 @@ from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.predict.jitter import apply_jitter
+from simplan.predict.step_summary import summarize_step
 from simplan.report.text import fixes_table
 from simplan.scenario import make_job, scenario_from
 from simplan.search import SearchSpace, fixes, search
@@ -146,8 +147,17 @@ def test_a_full_host_is_relieved() -> None:
     job = job_of(ParallelPlan(dp_shard=16, offload_optimizer=True), num_devices=16)
     small = replace(job, cluster=job.cluster.with_changes(host_memory_bytes=10 * 2**30))
     before = predict(small)
-    assert before.fits
-    assert before.host_fits is False
+    assert before.worst_memory.fits
+    assert (before.fits, before.host_fits, before.memory_verdict) == (False, False, "does not fit")
+    assert summarize_step(small).fits is False, "also in verdicts of published runs"
+    assert (
+        search(
+            small,
+            SearchSpace(tp=(1,), pp=(1,), zero_stage=(3,), microbatch_size=(1,), recompute=("full",)),
+            explain=False,
+        ).ranked
+        == ()
+    ), "every plan offloads"
     assert any(fix.changes == {"plan.offload_optimizer": False} for fix in fixes(before))
 
 

@@ -462,12 +462,18 @@ _WRITE = Annotated[
 def usage_error(error: Any) -> str:
     """Message about bad usage; an unknown option that is a framework's name of a key has the option of simplan.
 
+    An option of scenarios given to ``simplan report``, which reads documents, has the commands that take it.
+
     Args:
         error: Exception of typer with ``format_message``.
     """
     from simplan.scenario.collecting import where_keys_belong
 
-    word = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
+    typed, command = getattr(error, "option_name", ""), getattr(getattr(error, "ctx", None), "info_name", "")
+    if command == "report" and (typed == "--set" or any(typed in override.names for override in _ALL)):
+        commands = f"simplan predict SCENARIO {typed} VALUE -o plan.json; simplan report plan.json"
+        return f"{error.message}: a report shows what other commands wrote; run `{commands}`"
+    word = typed.lstrip("-").replace("-", "_")
     key, comma, _ = where_keys_belong("", searches=False).get(word, "").partition(",")
     key = _NUM_MICROBATCHES if comma else key
     known = {name for param in error.ctx.command.params for name in param.opts} if getattr(error, "ctx", None) else ()

@@ -92,7 +92,8 @@ class LayerImplementation(Spec):
         split_backward: Tensors that stay between input gradient and weight gradient of a split backward. ``all``:
             nearly all that forward saved (torch). ``matmuls``: input and output gradient of each matmul with a weight.
         gathered_keys: Attention to keys all-gathered from context-parallel ranks: in one call with a mask tensor
-            (``masked``), or sequentially to the keys of each rank, without a mask tensor (``by_rank``).
+            (``masked``, simplan's executor), or to the keys of one rank after the other or up to a chunk's own, without
+            a mask tensor (``by_rank``).
         documents_in_one_call: One kernel call attends for all packed documents, and its outputs are one tensor.
         expert_dispatch: Dispatch of tokens to experts (``simplan.model.implementations.expert_dispatch``), set from the
             profile.
@@ -115,6 +116,9 @@ class LayerImplementation(Spec):
             torch 2.1 on (torch/_inductor/config.py: shape_padding); compiled blocks leave the head as it is.
         compiled_in_parts: Compiled blocks with collectives are several graphs, between which recomputation is eager
             (simplan's executor); else one (torchtitan: fullgraph=True). Set from the profile.
+        shifted_logits: The loss copies the FP32 logits without each sequence's last token, and its caller holds the
+            logits as the projection makes them (transformers 4.46 to 4.48, loss/loss_utils.py, ``ForCausalLMLoss``:
+            ``logits[..., :-1, :].contiguous()``; 4.49 shifts labels, and up to 4.45 nothing holds the narrow logits).
         holds_logits: The training loop holds the model's output, with its logits, until backward is done
             (``outputs.loss.backward()``); else they are freed after the loss.
         full_recompute_pass: Recomputation re-executes a block to its end, as in an autograd function that calls the
@@ -155,6 +159,7 @@ class LayerImplementation(Spec):
     compiled: bool = False
     padded_matmuls: bool = False
     compiled_in_parts: bool = Field(default=False, exclude=True)
+    shifted_logits: bool = False
     holds_logits: bool = False
     full_recompute_pass: bool = False
 
@@ -320,9 +325,26 @@ def _with_losses(
     if implementation.chunked_loss is not None:
         chunked = implementation.chunked_loss
         return tuple(with_loss_in_chunks(operators, chunked)), [chunked.words]
-    if implementation.holds_logits:
-        return tuple(_with_logits_held(operators)), ["logits held"]
-    return operators, []
+    if implementation.shifted_logits:
+        operators = tuple(_with_logits_shifted(operators))
+    words = ["logits shifted" * implementation.shifted_logits, "logits held" * implementation.holds_logits]
+    return tuple(_with_logits_held(operators)) if implementation.holds_logits else operators, words
+
+
+def _with_logits_shifted(operators: Sequence[Operator]) -> Iterator[Operator]:
+    """Operators of a head whose loss copies its logits; the narrow, wide and copied ones are there until it ends."""
+    sources = {operator.makes[0].name: operator.reads[0] for operator in operators if operator.is_cast}
+    tensors = {tensor.name: tensor for operator in operators for tensor in operator.makes}
+    for operator in operators:
+        if not (isinstance(operator.kernel, Pointwise) and operator.kernel.name == LOSS):
+            yield operator
+            continue
+        (wide,), (kept,) = operator.reads, operator.makes
+        copy = replace(tensors[wide], name=f"{wide}, shifted")
+        size = copy.elements
+        yield Operator(kernel=Pointwise("shift", size, size, moves=True), reads=(wide,), makes=(copy,))
+        yield replace(operator, reads=(copy.name,))
+        yield Operator(reads=(sources.get(wide, wide), wide, copy.name, kept.name), detached=True)
 
 
 def _with_logits_held(operators: Sequence[Operator]) -> Iterator[Operator]:

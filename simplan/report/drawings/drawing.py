@@ -188,7 +188,7 @@ def draw_pipeline(prediction: Prediction) -> PipelineDrawing:
         ranks_per_row=mapping.ranks_per_stage,
         activations_in_flight={memory.rank: memory.activations_in_flight for memory in prediction.memory},
     )
-    is_certain = prediction.memory_verdict in (None, "fits") and prediction.host_fits is not False
+    is_certain = prediction.memory_verdict in (None, "fits")
     return replace(
         drawing,
         placement=prediction.job.placement_words,

@@ -50,7 +50,7 @@ def _smaller_plans(scenario: Scenario, min_nodes: int | None, predict: Predict) 
     return [
         Size(num_nodes=number, step_s=prediction.step_time_s)
         for number, prediction in predictions.items()
-        if prediction.fits is not False and prediction.host_fits is not False
+        if prediction.fits is not False
     ]
 
 

@@ -173,6 +173,15 @@ def test_unknown_options_lead_to_those_that_there_are(simplan: Simplan, option: 
         assert "write" not in simplan("show", "models", option, "8").stderr, "that command has no such option"
 
 
+def test_a_report_names_the_commands_that_take_its_scenario(simplan: Simplan) -> None:
+    sentence = (
+        "No such option: {0}: ... run `simplan predict SCENARIO {0} VALUE -o plan.json; simplan report plan.json`"
+    )
+    for option in ("--cluster", "--gpus", "--set"):
+        refused(simplan("report", "gpt2-124m", option, "8"), sentence.format(option))
+    refused(simplan("report", "gpt2-124m", "--zzz"), "No such option: --zzz\n")
+
+
 def test_tokens_of_a_step_are_an_option(simplan: Simplan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     options = ("llama3-8b", "--gpus", "16", "--global-batch-tokens", "1M", "--write-scenario", "plan.yaml")

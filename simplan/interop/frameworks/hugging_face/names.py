@@ -78,3 +78,6 @@ PEFT_TARGETS = [MODULES["q_proj"], MODULES["v_proj"]]
 """Matrices with adapters in a Llama by default, PEFT ``utils/constants.py``."""
 ADAPTER_RANKS = {"use_peft": 16, "finetuning_type": 8}
 """Switch -> rank of TRL's and LLaMA-Factory's arguments by default."""
+FLASH_ATTENTION = ("attn_implementation", "flash_attn", "flash_attention", "use_flash_attn")
+FLASH_ATTENTION_WORDS = ("flash_attention_2", "kernels-community/flash-attn2", "fa2", "true")
+"""Settings, of transformers, LLaMA-Factory, axolotl and scripts, and their values that ask for FlashAttention 2."""

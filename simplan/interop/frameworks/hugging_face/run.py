@@ -617,7 +617,20 @@ class TrainerRun:
             self.reading.ask("model.preset", "model.hf_config", "model.file", what=what, fix=fix)
         self._captured = capture_instead(self)
         self._model = self._model_instead(tokens) if self._captured is None else None
+        self._read_window()
         self.trainer.no_effect((*names.MODELS, *names.LENGTHS))
+
+    def _read_window(self) -> None:
+        """Leave out a window as long as sequences: FlashAttention 2 ignores it, and SDPA makes a mask tensor of it.
+
+        Source: transformers 5.23, modeling_flash_attention_utils.py (``key_length > sliding_window``), and
+        masking_utils.py (``_ignore_causal_mask_sdpa``: ``kv_length >= local_attention_size``).
+        """
+        key, length = self.trainer.first(*names.FLASH_ATTENTION), self.reading.written("model.seq_len")
+        length = self.instead.get("seq_len", length)
+        is_flash = key is not None and str(self.trainer.value(key)).lower() in names.FLASH_ATTENTION_WORDS
+        if is_flash and self._model is not None and length is not None and self._model.sliding_window == length:
+            self.trainer.put("model.sliding_window", None, key or "")
 
     def _model_instead(self, tokens: int | None) -> ModelSpec | None:
         """Model that an override names, of whose blocks settings speak then; else that of the file."""

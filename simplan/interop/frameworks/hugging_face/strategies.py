@@ -281,12 +281,14 @@ def read_parallelism(run: TrainerRun) -> None:
 
 def _read_rotation(run: TrainerRun, keys: Keys) -> None:
     """Put the communication of keys and values between context-parallel ranks."""
-    if run.is_axolotl:  # ring-flash-attn: of packed sequences, keys and values are gathered some heads at a time
+    if run.is_axolotl:  # ring-flash-attn: all of its kernels take offsets or a triangle, and none a mask tensor
         packs = run.trainer.is_true("sample_packing")
         word = str(run.trainer.value("ring_attn_func", "varlen_llama3" if packs else "batch_ring"))
         key = run.trainer.full("ring_attn_func") if "ring_attn_func" in run.trainer else keys.full("cp_size")
-        run.reading.put("plan.cp_comm", "all_gather" if word == "varlen_llama3" else "ring", key)
-        run.trainer.not_modeled("heads_k_stride", "keys and values of all heads are gathered together")
+        run.reading.put("plan.cp_comm", "ring", key)
+        if word == "varlen_llama3":
+            run.reading.not_modeled(key, "keys and values are gathered some heads at a time; here they come in a ring")
+        run.trainer.not_modeled("heads_k_stride", "heads whose keys and values are gathered at a time")
         return
     word = str(keys.value("cp_comm_strategy", "allgather")).lower().replace("_", "")
     key = "cp_comm_strategy" if "cp_comm_strategy" in keys else "cp_size"
