@@ -228,7 +228,8 @@ FITTED = ("published/[!s]*.yaml", "published/simumax*.yaml")
 HELD_OUT = ("heldout/[!fst]*.yaml", "heldout/fms*.yaml")
 FINE_TUNING = ("heldout/finetuning_*.yaml",)
 SMALL = ("heldout/small_models_*.yaml",)
-"""Files of runs below ``scenarios``; small models and fine-tuning have rows of their own."""
+THREADS = ("heldout/threads_*.yaml",)
+"""Files of runs below ``scenarios``; small models, fine-tuning and threads have rows of their own."""
 
 
 @cache
@@ -260,6 +261,7 @@ def test_accuracy_is_what_the_commands_print(page: str) -> None:
         "held out, all": held_out["overall"],
         "small models, held out": accuracy(*SMALL)["overall"],
         "fine-tuning, held out": accuracy(*FINE_TUNING)["overall"],
+        "public threads, held out": accuracy(*THREADS)["overall"],
     }
     rows = {row[0]: row[1:] for row in tables(page)}
     if "validation: experts under Megatron Bridge" in rows:
