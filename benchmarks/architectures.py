@@ -392,11 +392,13 @@ def main(kinds: Sequence[str]) -> None:
 
     torch.set_num_threads(1)
     judgments = []
-    for judgment in all_judged(kinds or whole_models()):
+    for judgment in all_judged(kinds or whole_models()):  # in the order in which they end
         print(json.dumps(asdict(judgment)), flush=True)
         judgments.append(judgment)
     if not kinds:
-        PAGE.write_text(page(judgments, transformers.__version__, torch.__version__))
+        PAGE.write_text(
+            page(sorted(judgments, key=lambda judgment: judgment.kind), transformers.__version__, torch.__version__)
+        )
 
 
 if __name__ == "__main__":
