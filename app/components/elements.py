@@ -33,7 +33,7 @@ _FRAME = (
     "<!doctype html><meta http-equiv=Content-Security-Policy content=\"default-src 'none'; style-src 'unsafe-inline'\">"
     "<style>body { margin: 0 } svg { display: block; width: 100%; height: auto }</style>"
 )
-"""What is before a drawing in a frame: no script runs there, whatever a name contains."""
+"""Head of a frame with a drawing. Its policy lets no script run, whatever a name in the drawing contains."""
 
 
 @cache

@@ -178,7 +178,7 @@ def test_profile_is_executed_only_if_it_says_so_itself(profile: Callable[[str], 
 
 @pytest.mark.parametrize("base", ["torchtitan", "torch"])
 def test_profile_keeps_its_own_reserve_under_the_rates_of_another(base: str, profile: Callable[[str], str]) -> None:
-    """What the user wrote counts, also where the profile that it is like has ``rates_of``."""
+    """Keys of a user's profile count, also where the profile named in ``like`` has ``rates_of``."""
     keys = ("reserve_fraction", "compiled_reserve_fraction")
     own = "reserve_fraction: 0.3\nsources: {reserve_fraction: our fork}"
     assert profile(f"like: {base}\n{own}") == ""

@@ -59,7 +59,7 @@ def test_other_ranks_per_node_than_the_clusters_are_an_error(name: str, tmp_path
 
 @pytest.mark.parametrize("name", _OF_FOUR)
 def test_nodes_of_a_device_have_the_ranks_of_the_file(name: str, tmp_path: Path) -> None:
-    """Where a device is named and no cluster; an override of the nodes leaves them open."""
+    """Devices per node come from the file if a device is named and no cluster, unless the nodes are overridden."""
     (tmp_path / name).write_text(_OF_FOUR[name] + "\n")
     device = {"cluster.device": "h100-sxm-80gb", "cluster.inter_link_gbit_per_device": 400}
     cluster = read_source(tmp_path / name, device).scenario().job.cluster

@@ -321,7 +321,7 @@ _STEPS: dict[CompressionKind, Callable[[Compression, Bucket, int], Steps]] = {
     "top_k": _top_k,
     "random_k": _random_k,
 }
-"""Of kinds that do not round values to few bits."""
+"""Steps of a compression, by the kinds that do not round values to few bits."""
 
 
 class CompressedDdpHooks(DdpHooks):

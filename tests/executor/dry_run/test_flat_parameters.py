@@ -65,7 +65,7 @@ def predicted(fields: dict[str, Any], *, defers: bool) -> tuple[list[int], list[
 
 
 def counted(folder: Path, fields: dict[str, Any], *, use_orig_params: bool, defers: bool) -> list[Any]:
-    """What each rank counted, or how torch refused it."""
+    """Bytes that each rank counted, or the error with which torch refused the job."""
     torch.save([(fields, {"use_orig_params": use_orig_params}, defers)], folder / "cases.pt")
     run_program("flat_ranks", NUM_RANKS, folder)
     return [torch.load(folder / f"rank{rank}.pt")[0] for rank in range(NUM_RANKS)]

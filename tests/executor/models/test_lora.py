@@ -135,7 +135,10 @@ def test_peak_of_magnitudes_is_that_of_the_layer(name: str, recompute: Recompute
 
 @pytest.mark.parametrize("part", PARTS)
 def test_flops_follow_what_is_trained(part: str) -> None:
-    """Of either pass, by torch's counter. Norms of magnitudes multiply an identity with A and B: 2 r k (k + n)."""
+    """FLOPs of either pass equal those of torch's counter.
+
+    Norms of magnitudes multiply an identity with A and B: 2 r k (k + n).
+    """
     spec = model_of("llama", **PARTS[part])
     forward = sum(layer.flops(full_attention=True) for layer in spec.layers)
     backward = sum(layer.backward_flops(full_attention=True) for layer in spec.layers)
