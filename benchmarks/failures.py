@@ -40,8 +40,8 @@ _PORT = 29435
 _TOLERANCE = 1e-9
 _MAX_RESTARTS = 100
 _JOIN = "import sys; from pathlib import Path; from simplan.cli.execute import join; "
-_JOIN += "from simplan.io import read_model; from simplan.runs.elastic import Nodes; "
-_JOIN += "join(read_model(Path(sys.argv[1]), Nodes), Path(sys.argv[2]))"
+_JOIN += "from simplan.io import read_model; from simplan.runs.elastic import RendezvousOptions; "
+_JOIN += "join(read_model(Path(sys.argv[1]), RendezvousOptions), Path(sys.argv[2]))"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
