@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import json
 import re
 import subprocess
@@ -135,6 +136,19 @@ def test_names_that_python_blocks_import_exist() -> None:
     assert [pair for pair in ours if not hasattr(importlib.import_module(pair[0]), pair[1])] == []
 
 
+def test_names_that_programs_in_strings_import_exist() -> None:
+    """Programs that other processes are started with; most start in slow tests and benchmarks alone."""
+    folders = ("simplan", "executor", "app", "benchmarks", "tests")
+    trees = (ast.parse(file.read_text()) for folder in folders for file in sorted((ROOT / folder).rglob("*.py")))
+    texts = (node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    imported = {pair for text in texts if isinstance(text, str) for pair in IMPORTED.findall(text)}
+    named = {(module, name) for module, names in imported for name in names.split(", ")}
+    named.remove(("simplan.search", "best"))  # of a test that looks for forbidden imports
+    assert len(named) > 15
+    missing = [(module, name) for module, name in sorted(named) if not hasattr(importlib.import_module(module), name)]
+    assert [pair for pair in missing if importlib.util.find_spec(".".join(pair)) is None] == []
+
+
 def test_the_devices_of_the_docs_are_predicted(tmp_path: Path) -> None:
     texts = blocks((DOCS / "how-to" / "devices.md").read_text(), "yaml")
     assert len(texts) == 2
@@ -224,6 +238,8 @@ def tables(page: str) -> list[list[str]]:
     return [row for row in rows_of(page) if len(row) == 7 and row[1].isdigit()]
 
 
+IMPORTED = re.compile(r"\bfrom ((?:simplan|executor|app|benchmarks)[\w.]*) import (\w+(?:, \w+)*)(?=[;\n]|$)")
+"""Import of our names in a program that is a string: module and names."""
 FITTED = ("published/[!s]*.yaml", "published/simumax*.yaml")
 HELD_OUT = ("heldout/[!fst]*.yaml", "heldout/fms*.yaml")
 FINE_TUNING = ("heldout/finetuning_*.yaml",)
